@@ -1,0 +1,1 @@
+"""The engine: two budgets (row blocks, state slots), ragged continuous batching, sampling."""

@@ -1,0 +1,123 @@
+"""What the engine promises to its workers: values and events. Torch-free.
+
+`engine.engine.Engine` runs one thread that owns the model; every method named here may be called from any thread,
+and `emit` is called on the engine's thread (an asyncio edge hands over with `loop.call_soon_threadsafe`).
+
+    Engine(backend, settings)          .rows [num_blocks, block_floats], .state [num_slots, slot_floats]: the pools
+    start(), stop()
+    reserve(tokens) -> Reservation     blocks for `tokens` and one slot, or raises Overloaded; never waits
+    submit(spec, reservation, emit)    queues the sequence; raises Overloaded past queue_len_max
+    cancel(request_id)                 ends it with Finished(cancelled); unknown ids are ignored
+    release(reservation)               idempotent; takes effect once no running step uses the memory
+    release_snapshot(slot)
+    stats() -> EngineStats, check()    budgets balance; run when idle
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+FinishReason = Literal["stop", "length", "cancelled"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How the next token is drawn. Random numbers are a pure function of (seed, choice, position, purpose)."""
+
+    temperature: float = 0.0  # 0: greedy
+    top_p: float = 1.0
+    top_k: int = 0  # 0: off
+    seed: int = 0
+    choice: int = 0
+    max_tokens: int = 1
+    stop_token_ids: tuple[int, ...] = ()
+    top_logprobs: int | None = None  # None: no logprobs at all
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reservation:
+    """Memory set aside for one sequence. Units: blocks index the row pool in token order."""
+
+    id: int
+    blocks: tuple[int, ...]
+    slot: int
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SequenceSpec:
+    """A sequence whose first `restored` tokens are already in the reservation's rows and state.
+
+    `ids` are consumed next (a prompt's rest, or a handoff's `next_token`); the first draw is for position
+    restored + len(ids). With `hold_after_first` the sequence stops after one draw and its memory stays as it is
+    (state after exactly restored + len(ids) tokens) until released: the prefill side of a handoff.
+    `snapshot_at` are token counts (multiples of 64, ascending, > restored) after which the state is copied.
+    """
+
+    request_id: str
+    ids: Sequence[int]
+    sampling: SamplingParams
+    restored: int = 0
+    hold_after_first: bool = False
+    snapshot_at: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampledToken:
+    id: int
+    logprob: float | None = None
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """Prompt tokens consumed so far, restored ones included."""
+
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SnapshotTaken:
+    """The state after exactly `tokens` tokens was copied into `slot`, the receiver's until release_snapshot."""
+
+    tokens: int
+    slot: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenSampled:
+    token: SampledToken
+    position: int  # index of this token in the whole sequence
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finished:
+    """The last event of a sequence. `tokens_in_state` counts what rows and state have consumed."""
+
+    reason: FinishReason | Literal["held"]
+    tokens_in_state: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failed:
+    """The last event of a sequence that could not go on; the error is for the client."""
+
+    error: Exception
+
+
+EngineEvent = Progress | SnapshotTaken | TokenSampled | Finished | Failed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineStats:
+    """For metrics and admission."""
+
+    num_blocks: int
+    free_blocks: int
+    num_slots: int
+    free_slots: int
+    num_waiting: int
+    num_running: int
+    snapshots_skipped: int

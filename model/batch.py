@@ -1,0 +1,90 @@
+"""What the engine hands to a model backend: ragged segments over two pools.
+
+Torch-free: the scheduler's core builds these and is tested without torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, Protocol
+
+if TYPE_CHECKING:
+    import torch
+
+    from model.config import ModelConfig
+
+FLOAT_BYTES = 4  # rows and state are fp32 in the pools; narrower stored forms are converted at their edge
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Segment:
+    """One sequence's share of a forward pass: `ids` follow the `start` tokens its slot has already consumed.
+
+    Units: start in tokens; blocks index the row pool, the i-th covers tokens [i*block_tokens, (i+1)*block_tokens).
+    """
+
+    ids: Sequence[int]
+    start: int
+    slot: int
+    blocks: Sequence[int]
+    logits: Literal["none", "last", "all"] = "last"
+
+    def num_logits(self) -> int:
+        return {"none": 0, "last": 1, "all": len(self.ids)}[self.logits]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolLayout:
+    """Shapes of one row block and one state slot, in floats; the stored order of DESIGN section 3.
+
+    A block is contiguous as [mla_layer][token][row_width]: row = normed latent, then the raw shared key.
+    A slot is contiguous as [kda_layer][head][K][V], then conv history [kda_layer][q|k|v][conv-1][channels], oldest
+    first, values before convolution and SiLU.
+    """
+
+    block_tokens: int
+    num_mla_layers: int
+    row_width: int
+    num_kda_layers: int
+    num_heads: int
+    key_dim: int
+    value_dim: int
+    conv_history: int
+
+    @property
+    def block_floats(self) -> int:
+        return self.num_mla_layers * self.block_tokens * self.row_width
+
+    @property
+    def recurrent_floats(self) -> int:
+        return self.num_kda_layers * self.num_heads * self.key_dim * self.value_dim
+
+    @property
+    def conv_floats(self) -> int:
+        channels = self.num_heads * (2 * self.key_dim + self.value_dim)
+        return self.num_kda_layers * self.conv_history * channels
+
+    @property
+    def slot_floats(self) -> int:
+        return self.recurrent_floats + self.conv_floats
+
+
+class Backend(Protocol):
+    """Runs the network on a ragged batch. Implementations: `model.network` (torch), `model.native` (C++)."""
+
+    name: str
+    config: ModelConfig
+
+    def layout(self, block_tokens: int) -> PoolLayout: ...
+
+    def forward(self, segments: Sequence[Segment], rows: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
+        """Consume every segment's ids; append their rows and advance their slots in place; return logits.
+
+        Shapes: rows [num_blocks, block_floats] fp32; state [num_slots, slot_floats] fp32 (both contiguous, CPU);
+                result [sum of num_logits, vocab] fp32, in segment order.
+        A slot at start 0 is treated as zero whatever it holds, so a reused slot needs no clearing.
+        A row's result depends on its own sequence alone, never on the batch, the chunking or the thread count
+        (see `DESIGN.md`, numerics), within one backend.
+        """
+        ...

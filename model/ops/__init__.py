@@ -1,0 +1,1 @@
+"""One folder per operation; each holds a naive twin beside its faster forms."""

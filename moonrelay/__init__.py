@@ -1,0 +1,3 @@
+"""Words that every Moonrelay process shares."""
+
+__version__ = "0.1.0"

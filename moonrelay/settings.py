@@ -1,0 +1,120 @@
+"""Settings: file < environment < flags, into one frozen struct per role; unknown names are errors.
+
+A role's struct is the single owner of its names, types, defaults and checks. `load` builds it:
+    --config F        TOML; keys are field names
+    MOONRELAY_X=...   for field `x`
+    --x ...           for field `x`, with dashes for underscores
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import tomllib
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from moonrelay.errors import SettingsError
+
+ENV_PREFIX = "MOONRELAY_"
+NOT_SETTINGS = {"MOONRELAY_SHARED", "MOONRELAY_CACHE_DIR", "MOONRELAY_CONFIG"}
+SECRET_WORDS = ("secret", "password", "token_file", "api_key", "salt")
+S = TypeVar("S", bound=msgspec.Struct)
+
+
+def load(
+    kind: type[S], argv: Sequence[str], environ: Mapping[str, str] | None = None, *, prog: str = "moonrelay"
+) -> S:
+    """Compose `kind` from the three sources; a bad value's error names its source, field and expected type.
+
+    Raises: SettingsError. `--help` and unknown flags leave through argparse (exit 0 and 2).
+    """
+    environ = os.environ if environ is None else environ
+    parser = argparse.ArgumentParser(prog=prog, description=(kind.__doc__ or "").strip().splitlines()[0])
+    parser.add_argument("--config", default=environ.get("MOONRELAY_CONFIG"), help="TOML file with these names")
+    fields = {f.name: f for f in msgspec.structs.fields(kind)}
+    hints = typing.get_type_hints(kind)
+    for name, field in fields.items():
+        flag = "--" + name.replace("_", "-")
+        required = field.default is msgspec.NODEFAULT and field.default_factory is msgspec.NODEFAULT
+        shown = "required" if required else f"default: {_default(field)!r}"
+        if _base_type(hints[name]) is bool:
+            parser.add_argument(flag, dest=name, default=None, action=argparse.BooleanOptionalAction, help=shown)
+        else:
+            parser.add_argument(flag, dest=name, default=None, help=shown)
+    flags = vars(parser.parse_args(list(argv)))
+    merged: dict[str, Any] = {}
+    if flags.pop("config"):
+        merged.update(_read_file(Path(parser.parse_args(list(argv)).config), fields))
+    for name in fields:
+        value = environ.get(ENV_PREFIX + name.upper())
+        if value is not None and ENV_PREFIX + name.upper() not in NOT_SETTINGS:
+            merged[name] = _convert(value, hints[name], f"environment {ENV_PREFIX}{name.upper()}")
+    for name, value in flags.items():
+        if value is not None:
+            merged[name] = _convert(value, hints[name], "--" + name.replace("_", "-"))
+    try:
+        return msgspec.convert(merged, kind)
+    except msgspec.ValidationError as error:
+        raise SettingsError(f"{prog}: {error}") from None
+
+
+def redacted(settings: msgspec.Struct) -> dict[str, Any]:
+    """What may be printed: secrets become ***, and a URL loses its password."""
+    shown = {}
+    for name, value in msgspec.structs.asdict(settings).items():
+        if any(word in name for word in SECRET_WORDS) and value:
+            value = "***"
+        elif isinstance(value, str) and "://" in value and "@" in value:
+            scheme, rest = value.split("://", 1)
+            value = f"{scheme}://***@{rest.rsplit('@', 1)[1]}"
+        shown[name] = value
+    return shown
+
+
+def _read_file(path: Path, fields: Mapping[str, Any]) -> dict[str, Any]:
+    try:
+        found = tomllib.loads(path.read_text())
+    except OSError as error:
+        raise SettingsError(f"settings file {path}: {error.strerror}") from None
+    except tomllib.TOMLDecodeError as error:
+        raise SettingsError(f"settings file {path} is not TOML: {error}") from None
+    unknown = sorted(found.keys() - fields.keys())
+    if unknown:
+        raise SettingsError(f"settings file {path}: unknown {', '.join(unknown)}; known are {', '.join(fields)}")
+    return found
+
+
+def _default(field: msgspec.structs.FieldInfo) -> Any:
+    if field.default is not msgspec.NODEFAULT:
+        return field.default
+    assert field.default_factory is not msgspec.NODEFAULT
+    return field.default_factory()
+
+
+def _base_type(hint: Any) -> Any:
+    """`int | None` counts as `int`: None is only ever the default."""
+    if isinstance(hint, types.UnionType):
+        return next(arg for arg in typing.get_args(hint) if arg is not type(None))
+    return hint
+
+
+def _convert(value: Any, hint: Any, source: str) -> Any:
+    base = _base_type(hint)
+    if isinstance(value, bool):
+        return value
+    try:
+        if base is bool:
+            return {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}[value.lower()]
+        if base in (int, float):
+            return base(value.replace("_", ""))
+        if typing.get_origin(base) in (tuple, list):
+            return [part for part in value.split(",") if part]
+    except (ValueError, KeyError):
+        raise SettingsError(f"{source}: expected {base.__name__}, found {value!r}") from None
+    return value

@@ -1,0 +1,202 @@
+from moonrelay.stubs.v1 import common_pb2 as _common_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class PrefillRequest(_message.Message):
+    __slots__ = ("request_id", "prompt_ids", "sampling", "root", "prefix_hashes", "hit", "snapshot_at", "store")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_IDS_FIELD_NUMBER: _ClassVar[int]
+    SAMPLING_FIELD_NUMBER: _ClassVar[int]
+    ROOT_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_HASHES_FIELD_NUMBER: _ClassVar[int]
+    HIT_FIELD_NUMBER: _ClassVar[int]
+    SNAPSHOT_AT_FIELD_NUMBER: _ClassVar[int]
+    STORE_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    prompt_ids: _containers.RepeatedScalarFieldContainer[int]
+    sampling: _common_pb2.Sampling
+    root: bytes
+    prefix_hashes: _containers.RepeatedScalarFieldContainer[bytes]
+    hit: CacheHit
+    snapshot_at: _containers.RepeatedScalarFieldContainer[int]
+    store: bool
+    def __init__(self, request_id: _Optional[str] = ..., prompt_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_common_pb2.Sampling, _Mapping]] = ..., root: _Optional[bytes] = ..., prefix_hashes: _Optional[_Iterable[bytes]] = ..., hit: _Optional[_Union[CacheHit, _Mapping]] = ..., snapshot_at: _Optional[_Iterable[int]] = ..., store: _Optional[bool] = ...) -> None: ...
+
+class CacheHit(_message.Message):
+    __slots__ = ("tokens", "runs", "snapshot", "matchable_tokens")
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    RUNS_FIELD_NUMBER: _ClassVar[int]
+    SNAPSHOT_FIELD_NUMBER: _ClassVar[int]
+    MATCHABLE_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    tokens: int
+    runs: _containers.RepeatedCompositeFieldContainer[CacheRun]
+    snapshot: CacheRun
+    matchable_tokens: int
+    def __init__(self, tokens: _Optional[int] = ..., runs: _Optional[_Iterable[_Union[CacheRun, _Mapping]]] = ..., snapshot: _Optional[_Union[CacheRun, _Mapping]] = ..., matchable_tokens: _Optional[int] = ...) -> None: ...
+
+class CacheRun(_message.Message):
+    __slots__ = ("node_id", "node_epoch", "first_block", "end_block")
+    NODE_ID_FIELD_NUMBER: _ClassVar[int]
+    NODE_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    FIRST_BLOCK_FIELD_NUMBER: _ClassVar[int]
+    END_BLOCK_FIELD_NUMBER: _ClassVar[int]
+    node_id: str
+    node_epoch: int
+    first_block: int
+    end_block: int
+    def __init__(self, node_id: _Optional[str] = ..., node_epoch: _Optional[int] = ..., first_block: _Optional[int] = ..., end_block: _Optional[int] = ...) -> None: ...
+
+class PrefillEvent(_message.Message):
+    __slots__ = ("progress", "handoff")
+    PROGRESS_FIELD_NUMBER: _ClassVar[int]
+    HANDOFF_FIELD_NUMBER: _ClassVar[int]
+    progress: PrefillProgress
+    handoff: HandoffReady
+    def __init__(self, progress: _Optional[_Union[PrefillProgress, _Mapping]] = ..., handoff: _Optional[_Union[HandoffReady, _Mapping]] = ...) -> None: ...
+
+class PrefillProgress(_message.Message):
+    __slots__ = ("tokens_done",)
+    TOKENS_DONE_FIELD_NUMBER: _ClassVar[int]
+    tokens_done: int
+    def __init__(self, tokens_done: _Optional[int] = ...) -> None: ...
+
+class HandoffReady(_message.Message):
+    __slots__ = ("manifest", "first_token", "finish_reason", "cache", "transport_note")
+    MANIFEST_FIELD_NUMBER: _ClassVar[int]
+    FIRST_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
+    CACHE_FIELD_NUMBER: _ClassVar[int]
+    TRANSPORT_NOTE_FIELD_NUMBER: _ClassVar[int]
+    manifest: Manifest
+    first_token: _common_pb2.Token
+    finish_reason: _common_pb2.FinishReason
+    cache: _common_pb2.CacheUsage
+    transport_note: str
+    def __init__(self, manifest: _Optional[_Union[Manifest, _Mapping]] = ..., first_token: _Optional[_Union[_common_pb2.Token, _Mapping]] = ..., finish_reason: _Optional[_Union[_common_pb2.FinishReason, str]] = ..., cache: _Optional[_Union[_common_pb2.CacheUsage, _Mapping]] = ..., transport_note: _Optional[str] = ...) -> None: ...
+
+class Manifest(_message.Message):
+    __slots__ = ("handoff_id", "fingerprint", "layout", "tp_size", "tokens_in_state", "next_token", "sampler_position", "rows", "state", "source", "source_address", "fence", "lease_ms")
+    HANDOFF_ID_FIELD_NUMBER: _ClassVar[int]
+    FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    LAYOUT_FIELD_NUMBER: _ClassVar[int]
+    TP_SIZE_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_IN_STATE_FIELD_NUMBER: _ClassVar[int]
+    NEXT_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    SAMPLER_POSITION_FIELD_NUMBER: _ClassVar[int]
+    ROWS_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    FENCE_FIELD_NUMBER: _ClassVar[int]
+    LEASE_MS_FIELD_NUMBER: _ClassVar[int]
+    handoff_id: str
+    fingerprint: _common_pb2.Fingerprint
+    layout: _common_pb2.Layout
+    tp_size: int
+    tokens_in_state: int
+    next_token: int
+    sampler_position: int
+    rows: _containers.RepeatedCompositeFieldContainer[_common_pb2.Span]
+    state: _containers.RepeatedCompositeFieldContainer[_common_pb2.Span]
+    source: _common_pb2.Peer
+    source_address: str
+    fence: int
+    lease_ms: int
+    def __init__(self, handoff_id: _Optional[str] = ..., fingerprint: _Optional[_Union[_common_pb2.Fingerprint, _Mapping]] = ..., layout: _Optional[_Union[_common_pb2.Layout, _Mapping]] = ..., tp_size: _Optional[int] = ..., tokens_in_state: _Optional[int] = ..., next_token: _Optional[int] = ..., sampler_position: _Optional[int] = ..., rows: _Optional[_Iterable[_Union[_common_pb2.Span, _Mapping]]] = ..., state: _Optional[_Iterable[_Union[_common_pb2.Span, _Mapping]]] = ..., source: _Optional[_Union[_common_pb2.Peer, _Mapping]] = ..., source_address: _Optional[str] = ..., fence: _Optional[int] = ..., lease_ms: _Optional[int] = ...) -> None: ...
+
+class ReleaseHandoffRequest(_message.Message):
+    __slots__ = ("handoff_id", "fence")
+    HANDOFF_ID_FIELD_NUMBER: _ClassVar[int]
+    FENCE_FIELD_NUMBER: _ClassVar[int]
+    handoff_id: str
+    fence: int
+    def __init__(self, handoff_id: _Optional[str] = ..., fence: _Optional[int] = ...) -> None: ...
+
+class ReleaseHandoffReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ReserveRequest(_message.Message):
+    __slots__ = ("request_id", "prompt_tokens", "max_tokens", "fingerprint")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    prompt_tokens: int
+    max_tokens: int
+    fingerprint: _common_pb2.Fingerprint
+    def __init__(self, request_id: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., max_tokens: _Optional[int] = ..., fingerprint: _Optional[_Union[_common_pb2.Fingerprint, _Mapping]] = ...) -> None: ...
+
+class ReserveReply(_message.Message):
+    __slots__ = ("reservation_id", "ttl_ms")
+    RESERVATION_ID_FIELD_NUMBER: _ClassVar[int]
+    TTL_MS_FIELD_NUMBER: _ClassVar[int]
+    reservation_id: str
+    ttl_ms: int
+    def __init__(self, reservation_id: _Optional[str] = ..., ttl_ms: _Optional[int] = ...) -> None: ...
+
+class ReleaseReservationRequest(_message.Message):
+    __slots__ = ("reservation_id",)
+    RESERVATION_ID_FIELD_NUMBER: _ClassVar[int]
+    reservation_id: str
+    def __init__(self, reservation_id: _Optional[str] = ...) -> None: ...
+
+class ReleaseReservationReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class AdoptRequest(_message.Message):
+    __slots__ = ("request_id", "reservation_id", "manifest", "sampling")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    RESERVATION_ID_FIELD_NUMBER: _ClassVar[int]
+    MANIFEST_FIELD_NUMBER: _ClassVar[int]
+    SAMPLING_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    reservation_id: str
+    manifest: Manifest
+    sampling: _common_pb2.Sampling
+    def __init__(self, request_id: _Optional[str] = ..., reservation_id: _Optional[str] = ..., manifest: _Optional[_Union[Manifest, _Mapping]] = ..., sampling: _Optional[_Union[_common_pb2.Sampling, _Mapping]] = ...) -> None: ...
+
+class DecodeEvent(_message.Message):
+    __slots__ = ("adopted", "tokens", "finished", "cache")
+    ADOPTED_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    FINISHED_FIELD_NUMBER: _ClassVar[int]
+    CACHE_FIELD_NUMBER: _ClassVar[int]
+    adopted: Adopted
+    tokens: Tokens
+    finished: Finished
+    cache: _common_pb2.CacheUsage
+    def __init__(self, adopted: _Optional[_Union[Adopted, _Mapping]] = ..., tokens: _Optional[_Union[Tokens, _Mapping]] = ..., finished: _Optional[_Union[Finished, _Mapping]] = ..., cache: _Optional[_Union[_common_pb2.CacheUsage, _Mapping]] = ...) -> None: ...
+
+class Adopted(_message.Message):
+    __slots__ = ("bytes", "transport", "pull_seconds", "verify_seconds")
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    TRANSPORT_FIELD_NUMBER: _ClassVar[int]
+    PULL_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    VERIFY_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    bytes: int
+    transport: str
+    pull_seconds: float
+    verify_seconds: float
+    def __init__(self, bytes: _Optional[int] = ..., transport: _Optional[str] = ..., pull_seconds: _Optional[float] = ..., verify_seconds: _Optional[float] = ...) -> None: ...
+
+class Tokens(_message.Message):
+    __slots__ = ("tokens",)
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    tokens: _containers.RepeatedCompositeFieldContainer[_common_pb2.Token]
+    def __init__(self, tokens: _Optional[_Iterable[_Union[_common_pb2.Token, _Mapping]]] = ...) -> None: ...
+
+class Finished(_message.Message):
+    __slots__ = ("reason", "completion_tokens")
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    COMPLETION_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    reason: _common_pb2.FinishReason
+    completion_tokens: int
+    def __init__(self, reason: _Optional[_Union[_common_pb2.FinishReason, str]] = ..., completion_tokens: _Optional[int] = ...) -> None: ...
