@@ -22,7 +22,7 @@ from model.families import (
     family_of,
 )
 
-# Constructor defaults of the reference implementation that no config carries (other stacks use 1e-5 for the first).
+# Constructor defaults of the reference implementation, in no config (other stacks use 1e-5 for the first).
 LORA_NORM_EPS = 1e-6
 QK_L2_EPS = 1e-6
 
@@ -31,7 +31,7 @@ QK_L2_EPS = 1e-6
 class ModelConfig:
     """The text network's shape. Layer indices are 0-based; the file's lists are 1-based.
 
-    `lora_norm_eps` belongs to q_a_layernorm and kv_a_layernorm, `rms_norm_eps` to every other norm; `qk_l2_eps` is
+    `lora_norm_eps` belongs to q_a_layernorm and kv_a_layernorm, `rms_norm_eps` to the other norms; `qk_l2_eps` is
     added to the sum of squares of KDA's q and k. K = V = `kda_head_dim` in every known checkpoint.
     """
 
@@ -198,7 +198,11 @@ def _check_quantization(section: Mapping[str, Any], path: Path, at: str) -> int:
 
 
 def _build(
-    family: Family, raw: Mapping[str, Any], text: Mapping[str, Any], linear: Mapping[str, Any], mxfp4: int | None
+    family: Family,
+    raw: Mapping[str, Any],
+    text: Mapping[str, Any],
+    linear: Mapping[str, Any],
+    mxfp4: int | None,
 ) -> ModelConfig:
     k3 = family == "kimi_k3"
     return ModelConfig(
@@ -259,7 +263,8 @@ def _check_consistent(config: ModelConfig, text: Mapping[str, Any], path: Path, 
         sorted(layers) == sorted(wanted),
         "linear_attn_config.full_attn_layers and kda_layers",
         f"every layer of 1..{config.num_layers} exactly once",
-        f"missing {sorted(i + 1 for i in wanted - set(layers))}, outside {sorted(i + 1 for i in set(layers) - wanted)}, "
+        f"missing {sorted(i + 1 for i in wanted - set(layers))}, "
+        f"outside {sorted(i + 1 for i in set(layers) - wanted)}, "
         f"repeated {sorted({i + 1 for i in layers if layers.count(i) > 1})}",
     )
     for name, found in (("full_attn_layers", config.mla_layers), ("kda_layers", config.kda_layers)):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 class ModelError(ValueError):
-    """A model directory that cannot be served; the message names the file, what was expected and what was found."""
+    """A model directory that cannot be served; the message names the file, the expected and the found."""
 
 
 class ConfigError(ModelError):

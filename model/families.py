@@ -1,7 +1,7 @@
 """Which fields a model family's config.json has: one table per family. Torch-free.
 
-A rule checks one value. A field of the table that is missing is an error; so is a field found neither in the table
-nor on the ignore list, since it may change the mathematics.
+A rule checks one value. A field of the table that is missing is an error; so is a field found neither in
+the table nor on the ignore list, since it may change the mathematics.
 """
 
 from __future__ import annotations
@@ -66,15 +66,62 @@ def one_of(*values: object) -> Rule:
 
 # Written by transformers whatever the model; no arithmetic reads them.
 BOOKKEEPING = frozenset(
-    "_name_or_path _attn_implementation _attn_implementation_autoset add_cross_attention auto_map bad_words_ids "
-    "begin_suppress_tokens chunk_size_feed_forward cross_attention_hidden_size decoder_start_token_id "
-    "diversity_penalty do_sample early_stopping encoder_no_repeat_ngram_size exponential_decay_length_penalty "
-    "finetuning_task forced_bos_token_id forced_eos_token_id id2label initializer_range is_decoder "
-    "is_encoder_decoder label2id length_penalty max_length min_length no_repeat_ngram_size num_beam_groups "
-    "num_beams num_return_sequences output_attentions output_hidden_states output_scores prefix problem_type "
-    "pruned_heads remove_invalid_values repetition_penalty return_dict return_dict_in_generate sep_token_id "
-    "suppress_tokens task_specific_params temperature tf_legacy_loss tie_encoder_decoder tokenizer_class top_k "
-    "top_p torchscript transformers_version typical_p use_bfloat16 use_cache".split()
+    {
+        "_name_or_path",
+        "_attn_implementation",
+        "_attn_implementation_autoset",
+        "add_cross_attention",
+        "auto_map",
+        "bad_words_ids",
+        "begin_suppress_tokens",
+        "chunk_size_feed_forward",
+        "cross_attention_hidden_size",
+        "decoder_start_token_id",
+        "diversity_penalty",
+        "do_sample",
+        "early_stopping",
+        "encoder_no_repeat_ngram_size",
+        "exponential_decay_length_penalty",
+        "finetuning_task",
+        "forced_bos_token_id",
+        "forced_eos_token_id",
+        "id2label",
+        "initializer_range",
+        "is_decoder",
+        "is_encoder_decoder",
+        "label2id",
+        "length_penalty",
+        "max_length",
+        "min_length",
+        "no_repeat_ngram_size",
+        "num_beam_groups",
+        "num_beams",
+        "num_return_sequences",
+        "output_attentions",
+        "output_hidden_states",
+        "output_scores",
+        "prefix",
+        "problem_type",
+        "pruned_heads",
+        "remove_invalid_values",
+        "repetition_penalty",
+        "return_dict",
+        "return_dict_in_generate",
+        "sep_token_id",
+        "suppress_tokens",
+        "task_specific_params",
+        "temperature",
+        "tf_legacy_loss",
+        "tie_encoder_decoder",
+        "tokenizer_class",
+        "top_k",
+        "top_p",
+        "torchscript",
+        "transformers_version",
+        "typical_p",
+        "use_bfloat16",
+        "use_cache",
+    }
 )
 
 DTYPE = one_of("bfloat16", "float32")
@@ -191,7 +238,14 @@ QUANTIZATION: Mapping[str, Rule] = {
 }
 # Which tensors are packed is read off the tensors (`ignore` and `targets` do not name them all).
 IGNORED_QUANTIZATION = frozenset(
-    "quantization_status global_compression_ratio ignore version sparsity_config transform_config".split()
+    {
+        "quantization_status",
+        "global_compression_ratio",
+        "ignore",
+        "version",
+        "sparsity_config",
+        "transform_config",
+    }
 )
 QUANTIZATION_GROUP: Mapping[str, Rule] = {"targets": only(["Linear"]), "weights": TABLE}
 QUANTIZATION_WEIGHTS: Mapping[str, Rule] = {
@@ -203,7 +257,15 @@ QUANTIZATION_WEIGHTS: Mapping[str, Rule] = {
     "scale_dtype": only("torch.uint8"),
     "dynamic": only(False),
 }
-IGNORED_QUANTIZATION_WEIGHTS = frozenset("observer observer_kwargs actorder block_structure zp_dtype".split())
+IGNORED_QUANTIZATION_WEIGHTS = frozenset(
+    {
+        "observer",
+        "observer_kwargs",
+        "actorder",
+        "block_structure",
+        "zp_dtype",
+    }
+)
 
 
 def family_of(model_type: Any, architectures: Any) -> Family | None:
