@@ -61,7 +61,7 @@ def load(
     try:
         return msgspec.convert(merged, kind)
     except msgspec.ValidationError as error:
-        raise SettingsError(f"{prog}: {error}") from None
+        raise SettingsError(str(error)) from None
 
 
 def redacted(settings: msgspec.Struct) -> dict[str, Any]:

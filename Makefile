@@ -1,0 +1,43 @@
+# The toolbox. Every target works on a fresh clone: it makes .venv first.
+VENV := .venv
+PY := $(VENV)/bin/python
+STAMP := $(VENV)/.installed-$(shell cksum < pyproject.toml | cut -d' ' -f1)
+export OMP_NUM_THREADS ?= 1
+export UCX_MODULES ?= ^efa
+
+.PHONY: install demo up check test proto bench clean
+
+install: $(STAMP)
+
+# torch comes first and pinned: a looser range would pull gigabytes of CUDA wheels.
+$(STAMP): pyproject.toml
+	python3 -m venv $(VENV)
+	$(VENV)/bin/pip install --quiet --upgrade "pip>=24"
+	$(VENV)/bin/pip install --quiet torch==2.13.0 "numpy==2.4.6" setuptools==84.2.1
+	$(VENV)/bin/pip install --quiet --no-build-isolation -e ".[dev]"
+	$(PY) -m model.native.build
+	touch $@
+
+demo: install
+	$(VENV)/bin/moonrelay demo
+
+up: install
+	$(VENV)/bin/moonrelay up $(ARGS)
+
+test: install
+	$(PY) -m pytest $(ARGS)
+
+check: install
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy moonrelay model engine cachestore prefill decode router train
+	$(PY) -m moonrelay.protos --check
+
+proto: install
+	$(PY) -m moonrelay.protos
+
+bench: install
+	$(PY) bench/run.py $(if $(PEER),--peer $(PEER)) $(ARGS)
+
+clean:
+	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,7 @@
+"""`python -m moonrelay`."""
+
+import sys
+
+from moonrelay.cli import main
+
+sys.exit(main())
