@@ -1,6 +1,7 @@
 """Reading an OpenAI chat request: each field checked, the wrong ones named. Imports no torch.
 
-Every reader takes the field's name as the client would write it (`messages[2].content`) and raises `RenderError`.
+Every reader takes the field's name as the client would write it (`messages[2].content`) and raises
+`RenderError`.
 """
 
 from __future__ import annotations
@@ -125,8 +126,8 @@ def tool_declarations(value: Any, param: str) -> str | None:
 class Call:
     """One tool call of an assistant message.
 
-    `arguments`: name to the value as written between the markers, with the value's type; `unparsed`: the arguments
-    as they came where they are not JSON, else None.
+    `arguments`: name to the value as written between the markers, with the value's type; `unparsed`: the
+    arguments as they came where they are not JSON, else None.
     """
 
     id: str | None

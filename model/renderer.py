@@ -1,7 +1,7 @@
 """An OpenAI chat request to K3's prompt, as segments to be tokenised one by one. Imports no torch.
 
-Order: tool declarations, thinking effort, the conversation, one-shot system messages (tool choice, response format),
-the generation prefix. Which text may become special ids is decided here and nowhere else.
+Order: tool declarations, thinking effort, the conversation, one-shot system messages (tool choice, response
+format), the generation prefix. Which text may become special ids is decided here and nowhere else.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ DEFAULT_EFFORT: Final = "max"
 ROLES: Final = ("system", "developer", "user", "assistant", "tool")
 
 _EFFORT: Final = (
-    "`thinking_effort` guides on how much to think in your thinking channel (not including the response channel), "
-    "supported values include `low`, `medium`, `high`, and `max`.\n"
+    "`thinking_effort` guides on how much to think in your thinking channel "
+    "(not including the response channel), supported values include `low`, `medium`, `high`, and `max`.\n"
     "Now the system is invoked with `thinking_effort={}`."
 )
 _TOOLS: Final = "# Tools\nHere are the available tools, described in JSONSchema.\n\n```json\n{}\n```"
@@ -34,8 +34,8 @@ _MORE_TOOLS: Final = (
     "```json\n{}\n```"
 )
 _TOOL_CHOICE: Final = {
-    "required": "The system is invoked with `tool_choice=required`.\nYou MUST call tools in the next message.",
-    "none": "The system is invoked with `tool_choice=none`.\nYou MUST NOT call any tools in the next message.",
+    "required": "You MUST call tools in the next message.",
+    "none": "You MUST NOT call any tools in the next message.",
 }
 _RESPONSE_FORMAT: Final = (
     "The system is invoked with `response_format={}`.\n"
@@ -78,7 +78,7 @@ class Rendered:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
-    """A tokenised prompt. `assistant_spans`: [start, end) of the tokens that an assistant produces, ascending."""
+    """A tokenised prompt. `assistant_spans`: ascending [start, end) of tokens that an assistant produces."""
 
     ids: list[int]
     checkpoint_hints: tuple[CheckpointHint, ...]
@@ -110,16 +110,17 @@ def encode(rendered: Rendered, tokenizer: Encoder) -> Prompt:
 def render(
     request: Object, *, image_prompts: Sequence[str] | None = None, image_placeholders: bool = False
 ) -> Rendered:
-    """Render a chat request: `messages`, and optionally `tools`, `thinking` (default true), `thinking_effort` or its
-    other name `reasoning_effort` (absent: max; `thinking_effort` null: no effort message), `tool_choice`,
-    `response_format`, `add_generation_prompt` (default true). Other fields are not the renderer's and are not read.
+    """Render a chat request: `messages`, and optionally `tools`, `thinking` (default true), `thinking_effort`
+    or its other name `reasoning_effort` (absent: max; `thinking_effort` null: no effort message),
+    `tool_choice`, `response_format`, `add_generation_prompt` (default true). Other fields are not the
+    renderer's and are not read.
 
-    A system message with `tools` extends the tool set and consists of nothing else: its content is not rendered.
-    Reasoning that is only whitespace is rendered as none.
+    A system message with `tools` extends the tool set and consists of nothing else: its content is not
+    rendered. Reasoning that is only whitespace is rendered as none.
 
-    Images are refused, unless `image_prompts` gives each image's expansion (it also replaces placeholders written in
-    text, in order), or `image_placeholders` asks for the placeholder's text in each image's place. Neither is read
-    from the request: what they hold may become special ids.
+    Images are refused, unless `image_prompts` gives each image's expansion (it also replaces placeholders
+    written in text, in order), or `image_placeholders` asks for the placeholder's text in each image's place.
+    Neither is read from the request: what they hold may become special ids.
 
     Raises: RenderError with the field's name.
     """
@@ -185,7 +186,8 @@ def _one_shot_notices(request: Object) -> list[tuple[str, str]]:
     notices = []
     choice = request.get("tool_choice")
     if isinstance(choice, str) and choice in _TOOL_CHOICE:
-        notices.append(("tool-choice", _TOOL_CHOICE[choice]))
+        body = f"The system is invoked with `tool_choice={choice}`.\n{_TOOL_CHOICE[choice]}"
+        notices.append(("tool-choice", body))
     elif choice not in (None, "auto"):
         refuse("tool_choice", "`auto`, `none` or `required`", choice)
     wanted = request.get("response_format")
@@ -201,7 +203,7 @@ def _one_shot_notices(request: Object) -> list[tuple[str, str]]:
 
 
 def _schema(wanted: Any) -> Object:
-    """The schema itself, which clients put at `json_schema.schema`, some at `json_schema.json_schema`, or bare."""
+    """The schema itself: at `json_schema.schema`, where some clients put it a level off, or bare."""
     param = "response_format.json_schema"
     outer = chat.as_object(wanted.get("json_schema") if isinstance(wanted, Mapping) else None, param)
     for key in ("schema", "json_schema"):
@@ -213,7 +215,7 @@ def _schema(wanted: Any) -> Object:
 def _in_call_order(messages: list[Object]) -> list[tuple[Object, str]]:
     """Messages with their field names, each run of tool results in the order of the calls they answer.
 
-    Only a run of which every result's id is known is sorted; each result then carries its call's name as `tool`.
+    Only a run of which every result's id is known is sorted; each result then carries its call's name.
     """
     ordered: list[tuple[Object, str]] = []
     run: list[tuple[Object, str]] = []
@@ -234,7 +236,9 @@ def _in_call_order(messages: list[Object]) -> list[tuple[Object, str]]:
     return ordered + _sorted_run(run, calls)
 
 
-def _sorted_run(run: list[tuple[Object, str]], calls: Mapping[str, tuple[int, str]]) -> list[tuple[Object, str]]:
+def _sorted_run(
+    run: list[tuple[Object, str]], calls: Mapping[str, tuple[int, str]]
+) -> list[tuple[Object, str]]:
     answered = []
     for message, param in run:
         call_id = message.get("tool_call_id", message.get("id"))

@@ -1,8 +1,8 @@
 """Text to token ids and back, from a checkpoint's `tiktoken.model`. Imports no torch.
 
-A vocabulary is `num_ranks` byte strings (a byte-level BPE) followed by 256 special slots. Structure (message and
-channel markers) is special ids; text that merely looks like a marker stays ordinary ids unless the caller says
-`allow_special`, which only the renderer's own segments do.
+A vocabulary is `num_ranks` byte strings (a byte-level BPE) followed by 256 special slots. Structure (message
+and channel markers) is special ids; text that merely looks like a marker stays ordinary ids unless the caller
+says `allow_special`, which only the renderer's own segments do.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import Any, Final, Protocol
 
 import tiktoken
+
+from model.errors import ModelError
 
 VOCABULARY_FILE: Final = "tiktoken.model"
 NUM_SPECIAL: Final = 256
@@ -45,7 +47,7 @@ STRUCTURAL: Final = ("[BOS]", "[EOS]", "<|end_of_msg|>", "<|open|>", "<|close|>"
 _UPPER: Final = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
 _LOWER: Final = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
 _CONTRACTION: Final = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
-# K3's pre-tokeniser. The `&&` class intersections are syntax of tiktoken's regex engine; Python's `re` has none.
+# K3's pre-tokeniser, in the syntax of tiktoken's regex engine: Python's `re` has no `&&` intersections.
 PATTERN: Final = "|".join(
     (
         r"[\p{Han}]+",
@@ -59,8 +61,8 @@ PATTERN: Final = "|".join(
     )
 )
 
-# The released tokenizer cuts its input here (tiktoken's regex engine overflows its stack on longer pieces), so the
-# cuts are part of what a text's ids are.
+# The released tokenizer cuts its input here (tiktoken's regex engine overflows its stack on longer pieces),
+# so the cuts are part of what a text's ids are.
 PIECE_CHARS_MAX: Final = 400_000
 RUN_CHARS_MAX: Final = 25_000
 _RUN: Final = re.compile(r"\s+|\S+")
@@ -68,8 +70,13 @@ _SPACE: Final = re.compile(r"\s")
 _NON_SPACE: Final = re.compile(r"\S")
 
 
-class TokenizerError(ValueError):
-    """A checkpoint's tokenizer files cannot be used; the message names file, place, found and expected."""
+class TokenizerError(ModelError):
+    """A tokenizer file that cannot be used. `place`: a line or field, None for the file as a whole."""
+
+    def __init__(self, path: Path, place: str | None, expected: str, found: object) -> None:
+        subject = f"{path}, {place}" if place else str(path)
+        super().__init__(f"{subject}: expected {expected}, found {found}")
+        self.path, self.place, self.expected, self.found = path, place, expected, found
 
 
 class SegmentLike(Protocol):
@@ -83,13 +90,11 @@ class SegmentLike(Protocol):
 
 
 class Tokenizer:
-    """A checkpoint's vocabulary. Immutable, so threads may share it; `encode` releases the GIL while it works."""
+    """A checkpoint's vocabulary. Immutable, so threads may share it; `encode` works without the GIL."""
 
     def __init__(self, ranks: Mapping[bytes, int], special_names: Mapping[int, str] | None = None) -> None:
-        """`ranks` maps every token's bytes to 0..len-1; `special_names` maps a slot (0..255) to a name of the
-        checkpoint's own.
-
-        Raises: TokenizerError where the names disagree with the structural tokens or repeat.
+        """`ranks` maps each token's bytes to 0..len-1; `special_names` maps slots (0..255) to names of the
+        checkpoint's own, which leave STRUCTURAL where it is. `load` checks both.
         """
         self.num_ranks = len(ranks)
         self.vocab_size = self.num_ranks + NUM_SPECIAL
@@ -115,8 +120,8 @@ class Tokenizer:
     def load(cls, checkpoint: str | Path) -> Tokenizer:
         """The tokenizer of a checkpoint folder.
 
-        Names of special slots come from `tokenizer_config.json` where the folder has one, else from the table above.
-        Raises: TokenizerError naming file, line, what was found and what is expected.
+        A `tokenizer_config.json` in the folder names the special slots anew (`added_tokens_decoder`).
+        Raises: TokenizerError naming file, line or field, what is expected and what was found.
         """
         folder = Path(checkpoint)
         ranks = read_ranks(folder / VOCABULARY_FILE)
@@ -150,21 +155,18 @@ class Tokenizer:
             ids += self.encode(segment.text, allow_special=segment.allow_special)
         return ids
 
-    def decode_bytes(self, ids: Iterable[int]) -> bytes:
+    def decode_bytes(self, ids: Sequence[int]) -> bytes:
         """The bytes that `ids` stand for, special tokens as their names.
 
         Raises: IndexError for an id outside the vocabulary.
         """
-        return b"".join([self._bytes[self._checked(token_id)] for token_id in ids])
+        if len(ids) and not 0 <= min(ids) <= max(ids) < self.vocab_size:
+            raise IndexError(f"token ids {min(ids)}..{max(ids)} are not all in 0..{self.vocab_size - 1}")
+        return b"".join([self._bytes[token_id] for token_id in ids])
 
-    def decode(self, ids: Iterable[int]) -> str:
+    def decode(self, ids: Sequence[int]) -> str:
         """`decode_bytes` as text; bytes that are not UTF-8 become U+FFFD."""
         return self.decode_bytes(ids).decode("utf-8", errors="replace")
-
-    def _checked(self, token_id: int) -> int:
-        if not 0 <= token_id < self.vocab_size:
-            raise IndexError(f"token id {token_id} is outside the vocabulary of {self.vocab_size}")
-        return token_id
 
     def _encode_ordinary(self, text: str) -> list[int]:
         if len(text) <= RUN_CHARS_MAX:
@@ -196,9 +198,8 @@ class StreamDecoder:
 
 
 def guarded_pieces(text: str) -> Iterator[str]:
-    """Cut `text` every PIECE_CHARS_MAX characters, and a run of one class (whitespace or not) every RUN_CHARS_MAX.
-
-    Runs are counted anew in each piece.
+    """Cut `text` every PIECE_CHARS_MAX characters, and in each piece every longer run of whitespace, or of
+    anything else, every RUN_CHARS_MAX.
     """
     for piece_start in range(0, len(text), PIECE_CHARS_MAX):
         piece = text[piece_start : piece_start + PIECE_CHARS_MAX]
@@ -212,9 +213,9 @@ def guarded_pieces(text: str) -> Iterator[str]:
 
 
 def _may_hold_long_run(piece: str) -> bool:
-    """Whether some aligned window of half a run is of one class: a run over the limit must fill one such window.
+    """Whether some aligned window of half a run is of one class, as a run over the limit must fill one.
 
-    Two searches a window, each stopping at the first hit, where walking every run would cost as much as encoding.
+    Two searches a window, each stopping at its first hit; walking every run would cost as much as encoding.
     """
     window = RUN_CHARS_MAX // 2
     for start in range(0, len(piece) - window + 1, window):
@@ -227,45 +228,46 @@ def _may_hold_long_run(piece: str) -> bool:
 def read_ranks(path: Path) -> dict[bytes, int]:
     """Token bytes to rank, from a file with `base64 rank` on each line.
 
-    Raises: TokenizerError for a missing file, a malformed line, a token or rank given twice, ranks that are not
-    exactly 0..n-1, or one of the 256 single bytes missing (some text could then not be encoded).
+    Raises: TokenizerError for a missing file, a malformed line, a token or rank given twice, ranks that are
+    not exactly 0..n-1, or one of the 256 single bytes missing (some text could then not be encoded).
     """
     try:
         lines = path.read_bytes().split(b"\n")
     except OSError as error:
-        raise TokenizerError(f"{path}: cannot be read ({error.strerror}); expected a tiktoken vocabulary") from error
+        raise TokenizerError(path, None, "a tiktoken vocabulary", error.strerror) from error
     ranks: dict[bytes, int] = {}
     seen: set[int] = set()
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
-        token, rank = _read_line(path, number, line)
+        token, rank = _read_line(path, f"line {number}", line)
         if token in ranks or rank in seen:
-            what = f"token {token!r}" if token in ranks else f"rank {rank}"
-            raise TokenizerError(f"{path}, line {number}: {what} is given twice; expected once")
+            again = f"token {token!r}" if token in ranks else f"rank {rank}"
+            raise TokenizerError(path, f"line {number}", "each token and rank once", f"{again} again")
         ranks[token] = rank
         seen.add(rank)
-    missing_rank = next((rank for rank in range(len(ranks)) if rank not in seen), None)
-    if missing_rank is not None:
-        raise TokenizerError(f"{path}: rank {missing_rank} is missing; expected 0..{len(ranks) - 1}, each once")
-    missing_byte = next((byte for byte in range(256) if bytes([byte]) not in ranks), None)
-    if missing_byte is not None:
-        raise TokenizerError(f"{path}: no token for the byte 0x{missing_byte:02x}; expected all 256 single bytes")
+    for rank in range(len(ranks)):
+        if rank not in seen:
+            raise TokenizerError(path, None, f"ranks 0..{len(ranks) - 1}", f"no rank {rank}")
+    for byte in range(256):
+        if bytes([byte]) not in ranks:
+            raise TokenizerError(path, None, "a token for each of the 256 bytes", f"none for 0x{byte:02x}")
     return ranks
 
 
-def _read_line(path: Path, number: int, line: bytes) -> tuple[bytes, int]:
+def _read_line(path: Path, place: str, line: bytes) -> tuple[bytes, int]:
     fields = line.split()
-    expected = "expected a base64 token, a space and a rank"
-    shown = line[:80].decode("utf-8", errors="backslashreplace")
-    if len(fields) != 2:
-        raise TokenizerError(f"{path}, line {number}: found {shown!r}; {expected}")
+    expected = "a base64 token, a space and a rank"
+    found = repr(line[:80].decode("utf-8", errors="backslashreplace"))
+    # Nine digits keep a damaged rank from becoming a huge integer.
+    if len(fields) != 2 or not fields[1].isdigit() or len(fields[1]) > 9:
+        raise TokenizerError(path, place, expected, found)
     try:
         token = base64.b64decode(fields[0], validate=True)
     except binascii.Error as error:
-        raise TokenizerError(f"{path}, line {number}: not base64 ({error}) in {shown!r}; {expected}") from error
-    if not token or not fields[1].isdigit() or len(fields[1]) > 9:
-        raise TokenizerError(f"{path}, line {number}: found {shown!r}; {expected}")
+        raise TokenizerError(path, place, expected, f"{found} ({error})") from error
+    if not token:
+        raise TokenizerError(path, place, expected, found)
     return token, int(fields[1])
 
 
@@ -276,21 +278,30 @@ def _configured_names(path: Path, num_ranks: int) -> dict[int, str]:
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:
-        raise TokenizerError(f"{path}: cannot be read ({error}); expected a JSON object") from error
+        raise TokenizerError(path, None, "a JSON object", error) from error
     added = config.get("added_tokens_decoder", {}) if isinstance(config, dict) else None
     if not isinstance(added, dict):
-        raise TokenizerError(f"{path}: added_tokens_decoder must be an object of id -> token")
+        raise TokenizerError(path, "added_tokens_decoder", "an object of id to token", repr(added))
     names: dict[int, str] = {}
     for key, entry in added.items():
         name = entry.get("content") if isinstance(entry, dict) else None
-        slot = int(key) - num_ranks if key.isdigit() else None
+        slot = int(key) - num_ranks if key.isdecimal() else None
         if slot is None or not 0 <= slot < NUM_SPECIAL or not isinstance(name, str) or not name:
-            raise TokenizerError(
-                f"{path}: added_tokens_decoder[{key!r}] is {entry!r}; expected an id in "
-                f"{num_ranks}..{num_ranks + NUM_SPECIAL - 1} with its name as `content`"
-            )
+            expected = f"ids {num_ranks}..{num_ranks + NUM_SPECIAL - 1}, each with its name as `content`"
+            raise TokenizerError(path, "added_tokens_decoder", expected, f"{key!r}: {entry!r}")
         names[slot] = name
+    _check_names(path, _special_names(num_ranks, names))
     return names
+
+
+def _check_names(path: Path, names: list[str]) -> None:
+    for name in STRUCTURAL:
+        slot = SPECIAL_SLOTS[name]
+        if names[slot] != name:
+            raise TokenizerError(path, "added_tokens_decoder", f"{name!r} in slot {slot}", repr(names[slot]))
+    for slot, name in enumerate(names):
+        if names.index(name) != slot:
+            raise TokenizerError(path, "added_tokens_decoder", "a name of its own for each id", f"{name!r} twice")
 
 
 def _special_names(num_ranks: int, configured: Mapping[int, str]) -> list[str]:
@@ -300,11 +311,4 @@ def _special_names(num_ranks: int, configured: Mapping[int, str]) -> list[str]:
         names[slot] = name
     for slot, name in configured.items():
         names[slot] = name
-    for name in STRUCTURAL:
-        if names[SPECIAL_SLOTS[name]] != name:
-            found = names[SPECIAL_SLOTS[name]]
-            raise TokenizerError(f"special slot {SPECIAL_SLOTS[name]} is named {found!r}; expected {name!r}")
-    if len(set(names)) != NUM_SPECIAL:
-        repeated = next(name for name in names if names.count(name) > 1)
-        raise TokenizerError(f"special token {repeated!r} is given to two slots; expected one")
     return names

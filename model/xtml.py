@@ -75,7 +75,7 @@ def read_header(text: str) -> tuple[str, list[tuple[str, str]]] | None:
 
 
 class SegmentWriter:
-    """Builds a segment list. How markup is cut into segments is part of the format: each is tokenised alone."""
+    """Builds a segment list. Where markup is cut is part of the format: each segment is tokenised alone."""
 
     def __init__(self) -> None:
         self.segments: list[Segment] = []
