@@ -31,7 +31,7 @@ QK_L2_EPS = 1e-6
 class ModelConfig:
     """The text network's shape. Layer indices are 0-based; the file's lists are 1-based.
 
-    `lora_norm_eps` belongs to q_a_layernorm and kv_a_layernorm, `rms_norm_eps` to the other norms; `qk_l2_eps` is
+    `lora_norm_eps` is for q_a_layernorm and kv_a_layernorm, `rms_norm_eps` for the other norms; `qk_l2_eps` is
     added to the sum of squares of KDA's q and k. K = V = `kda_head_dim` in every known checkpoint.
     """
 
@@ -268,9 +268,7 @@ def _check_consistent(config: ModelConfig, text: Mapping[str, Any], path: Path, 
         f"repeated {sorted({i + 1 for i in layers if layers.count(i) > 1})}",
     )
     for name, found in (("full_attn_layers", config.mla_layers), ("kda_layers", config.kda_layers)):
-        require(
-            list(found) == sorted(found), f"linear_attn_config.{name}", "ascending", [i + 1 for i in found]
-        )
+        require(list(found) == sorted(found), f"linear_attn_config.{name}", "ascending", [i + 1 for i in found])
     kv_heads = text["num_key_value_heads"]
     require(
         kv_heads == config.num_heads,
@@ -292,9 +290,7 @@ def _check_consistent(config: ModelConfig, text: Mapping[str, Any], path: Path, 
     )
     tokens = {"bos": config.bos_token_id, "eos": config.eos_token_id, "pad": config.pad_token_id}
     for role, token in tokens.items():
-        require(
-            token < config.vocab_size, f"{role}_token_id", f"below vocab_size = {config.vocab_size}", token
-        )
+        require(token < config.vocab_size, f"{role}_token_id", f"below vocab_size = {config.vocab_size}", token)
     if config.mxfp4_group is not None:
         for name, width in (
             ("moe_intermediate_size", config.expert_intermediate_size),

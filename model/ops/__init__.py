@@ -1,1 +1,1 @@
-"""One folder per operation; each holds a naive twin beside its faster forms."""
+"""The network's operations: each folder holds a slow twin (`naive`) beside the forms that serve."""

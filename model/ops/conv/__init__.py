@@ -1,0 +1,1 @@
+"""The causal depthwise convolution before KDA."""

@@ -1,0 +1,1 @@
+"""Kimi Delta Attention: a delta rule whose state decays per channel."""

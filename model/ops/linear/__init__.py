@@ -1,0 +1,1 @@
+"""Every matrix product of the network, expert products included."""

@@ -1,0 +1,1 @@
+"""Sparse experts: who takes a token, and the sum of what they make of it."""
