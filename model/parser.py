@@ -106,16 +106,22 @@ class OutputParser:
 
     def push(self, ids: Iterable[int]) -> list[Delta]:
         """Read more ids; what they add for the client, neighbours of one kind joined."""
+        run: list[int] = []  # text is decoded a run at a time, which keeps whole outputs linear
         for token_id in ids:
+            special = self._tokenizer.is_special(token_id)
+            if not (special or self._ended or self._header is not None):
+                run.append(token_id)
+                continue
+            self._plain(run)
+            run = []
             if self._ended:
                 self._note("more follows <|end_of_msg|>")
-            elif self._tokenizer.is_special(token_id):
+            elif special:
                 self._special(token_id)
             elif self._header is not None:
                 self._header.append(token_id)
-            else:
-                self._text(self._decoder.push((token_id,)))
             self._num_tokens += 1
+        self._plain(run)
         deltas, self._deltas = self._deltas, []
         return deltas
 
@@ -133,8 +139,7 @@ class OutputParser:
             reasoning_content=None if self._reasoning is None else "".join(self._reasoning),
             content="".join(self._content),
             tool_calls=tuple(
-                ToolCall(id=call.id, name=call.name, arguments="".join(call.fragments))
-                for call in self._calls
+                ToolCall(id=call.id, name=call.name, arguments="".join(call.fragments)) for call in self._calls
             ),
             ended=self._ended,
             problem=self._problem,
@@ -157,6 +162,10 @@ class OutputParser:
                 self._deltas.append(delta)
 
     # Tokens
+
+    def _plain(self, ids: list[int]) -> None:
+        self._text(self._decoder.push(ids))
+        self._num_tokens += len(ids)
 
     def _special(self, token_id: int) -> None:
         tokenizer = self._tokenizer

@@ -163,7 +163,7 @@ def _effort(request: Object) -> str | None:
         if request[key] not in EFFORTS:
             refuse(key, "one of " + ", ".join(EFFORTS), request[key])
     if len({request[key] for key in given}) > 1:
-        message = "thinking_effort and reasoning_effort are two names of one setting: expected equal values"
+        message = "reasoning_effort: another name of thinking_effort, expected the same value"
         raise RenderError(message, param="reasoning_effort")
     if given:
         return str(request[given[0]])
@@ -236,9 +236,7 @@ def _in_call_order(messages: list[Object]) -> list[tuple[Object, str]]:
     return ordered + _sorted_run(run, calls)
 
 
-def _sorted_run(
-    run: list[tuple[Object, str]], calls: Mapping[str, tuple[int, str]]
-) -> list[tuple[Object, str]]:
+def _sorted_run(run: list[tuple[Object, str]], calls: Mapping[str, tuple[int, str]]) -> list[tuple[Object, str]]:
     answered = []
     for message, param in run:
         call_id = message.get("tool_call_id", message.get("id"))

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import tiktoken
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from model.tokenizer import (
@@ -28,6 +28,9 @@ ROOT = Path(__file__).parents[2]
 GOLDEN = ROOT / "tests/data/chat"
 TOY = json.loads((GOLDEN / "cases.json").read_text())["toy_tokenizer"]
 TOKENIZER = Tokenizer.load(GOLDEN)
+
+# No clock: a busy machine must not fail a property.
+quick = settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
 
 marker_like = st.sampled_from([*TOKENIZER.special_ids, "<|", "|>", "open", "<|open|", "[", "]"])
 hostile_text = st.lists(st.one_of(marker_like, st.text(max_size=8)), max_size=12).map("".join)
@@ -60,6 +63,7 @@ def test_golden_samples(sample: dict) -> None:
     assert TOKENIZER.decode(sample["ids_specials_allowed"]) == sample["text"]
 
 
+@quick
 @given(hostile_text)
 def test_outside_text_never_yields_a_special_id_and_survives(text: str) -> None:
     ids = TOKENIZER.encode(text)
@@ -67,6 +71,7 @@ def test_outside_text_never_yields_a_special_id_and_survives(text: str) -> None:
     assert TOKENIZER.decode(ids) == text
 
 
+@quick
 @given(hostile_text)
 def test_allowed_specials_match_tiktoken(text: str) -> None:
     plain = tiktoken.Encoding(
@@ -98,6 +103,7 @@ def slow_pieces(text: str, piece_chars: int, run_chars: int) -> list[str]:
     return pieces
 
 
+@quick
 @given(
     st.lists(st.tuples(st.sampled_from(["x", " ", "\u3000", "\n", "é"]), st.integers(1, 40)), max_size=20),
     st.integers(2, 9),
@@ -119,6 +125,7 @@ def test_long_runs_are_cut_and_survive(char: str, count: int) -> None:
     assert TOKENIZER.decode(TOKENIZER.encode(text)) == text
 
 
+@quick
 @given(st.lists(st.integers(0, TOKENIZER.vocab_size - 1), max_size=60), st.lists(st.integers(1, 5), max_size=60))
 def test_stream_decoder_adds_up_to_decode(ids: list[int], sizes: list[int]) -> None:
     decoder, text, start = StreamDecoder(TOKENIZER), "", 0
