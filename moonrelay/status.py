@@ -33,3 +33,12 @@ HTTP_STATUS: dict[type[errors.ServeError], int] = {
     errors.StaleEpoch: 503,
     errors.HandoffRefused: 503,
 }
+
+
+def grpc_status(error: errors.ServeError) -> grpc.StatusCode:
+    """The status of the nearest class in the error's ancestry that the table names."""
+    return next(GRPC_STATUS[kind] for kind in type(error).__mro__ if kind in GRPC_STATUS)
+
+
+def http_status(error: errors.ServeError) -> int:
+    return next(HTTP_STATUS[kind] for kind in type(error).__mro__ if kind in HTTP_STATUS)
