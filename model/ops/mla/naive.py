@@ -17,8 +17,8 @@ def attend(
 ) -> torch.Tensor:
     """Mix the latents that each query sees: those of its own position and before.
 
-    Shapes: q [T, H, width], the query of position start + t; pool [num_blocks, block_tokens, width], one layer's rows,
-            written up to start + T; blocks int64, the sequence's blocks in order; result [T, H, rank].
+    Shapes: q [T, H, width], the query of position start + t; pool [num_blocks, block_tokens, width], one layer's
+            rows, written up to start + T; blocks int64, the sequence's blocks in order; result [T, H, rank].
     """
     tokens, heads, width = q.shape
     rows = pool[blocks].reshape(-1, width)

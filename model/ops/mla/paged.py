@@ -21,8 +21,8 @@ def attend(
 ) -> torch.Tensor:
     """Mix the latents that each query sees: those of its own position and before.
 
-    Shapes: q [T, H, width], the query of position start + t; pool [num_blocks, block_tokens, width], one layer's rows,
-            written up to start + T; blocks int64, the sequence's blocks in order; result [T, H, rank].
+    Shapes: q [T, H, width], the query of position start + t; pool [num_blocks, block_tokens, width], one layer's
+            rows, written up to start + T; blocks int64, the sequence's blocks in order; result [T, H, rank].
     """
     tokens, heads, width = q.shape
     flat = q.reshape(tokens * heads, width)
@@ -45,7 +45,7 @@ def attend(
 
 
 def _gather(pool: torch.Tensor, blocks: torch.Tensor, first: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """One tile's rows [256, width] and their positions; rows from `end` on are zeros, whatever the pool holds there."""
+    """One tile's rows [256, width] and their positions; rows from `end` on are zeros, whatever is in the pool."""
     position = torch.arange(first, first + KEY_TILE)
     inside = position.clamp(max=end - 1)
     rows = pool[blocks[inside // pool.shape[1]], inside % pool.shape[1]]

@@ -25,7 +25,7 @@ def combine(
             down [size, inner] per expert.
     """
     made = x.new_empty(*chosen.shape, x.shape[1])
-    for expert in chosen.unique().tolist():
+    for expert in sorted(set(chosen.flatten().tolist())):
         token, place = torch.where(chosen == expert)
         gate, up = linear(x[token], gate_up[expert]).chunk(2, -1)
         made[token, place] = linear(glu(gate, up), down[expert])
