@@ -300,6 +300,13 @@ def test_a_stream_holds_back_part_of_a_character() -> None:
     assert [parser.push([token_id]) for token_id in ids_of("é")] == [[], [ContentDelta("é")]]
 
 
+def test_part_of_a_character_stays_in_its_channel() -> None:
+    ids = ids_of("é")[:1] + ids_of("<|close|>think<|sep|>" + RESPONSE)
+    result, joined, _ = stream(ids, [1] * len(ids), thinking=True)
+    assert (result.reasoning_content, result.content) == ("\ufffd", "yes")
+    assert joined == result
+
+
 def test_string_arguments_stream_and_others_come_whole() -> None:
     _, _, deltas = stream(
         ids_of(tools(call(argument("s", "string", "zz\n"), argument("n", "array", "[1, 2]")))),

@@ -119,6 +119,22 @@ def test_effort(fields: dict[str, Any], effort: str | None) -> None:
     assert effort is None or f"`thinking_effort={effort}`" in text
 
 
+@pytest.mark.parametrize(
+    ("fields", "thought"),
+    [
+        ({}, ""),
+        ({"reasoning_content": " \n"}, ""),
+        ({"reasoning_content": " a "}, " a "),
+        ({"reasoning": "b"}, "b"),
+        ({"reasoning_content": "", "reasoning": "b"}, "b"),
+        ({"reasoning_content": "a", "reasoning": "b"}, "a"),
+    ],
+)
+def test_reasoning_under_both_names_and_blank_reasoning(fields: dict[str, Any], thought: str) -> None:
+    text = render({"messages": [{"role": "assistant", "content": "x", **fields}]}).text
+    assert f"<|open|>think<|sep|>{thought}<|close|>think<|sep|>" in text
+
+
 def test_developer_is_another_name_of_system() -> None:
     texts = {render({"messages": [{"role": role, "content": "x"}]}).text for role in ("developer", "system")}
     assert len(texts) == 1
@@ -181,6 +197,14 @@ def test_tool_results_take_call_order_and_name() -> None:
 def test_tool_results_with_an_unknown_id_stay_as_they_came() -> None:
     assert results(("b", "x"), ("?", "y")) == 'tool="x" index="1":r0 tool="y" index="2":r1'
     assert results((None, None), (None, None)) == 'tool="f" index="1":r0 tool="g" index="2":r1'
+
+
+def test_tool_results_are_numbered_anew_after_each_assistant_message() -> None:
+    turn = [
+        {"role": "assistant", "tool_calls": [{"id": "a", "function": {"name": "f"}}]},
+        {"role": "tool", "tool_call_id": "a", "content": "r"},
+    ]
+    assert render({"messages": turn * 2}).text.count('tool="f" index="1"<|sep|>r') == 2
 
 
 def call_with(arguments: Any) -> dict[str, Any]:
