@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import xxhash
 
-from model.config import ModelConfig
+from model.config import ModelConfig, load_config
 from model.errors import CheckpointError
 from model.tensors import VISION_PREFIXES, TensorSpec, expected_tensors, expert_name, name_prefix
 
@@ -134,8 +134,7 @@ def load_weights(model_dir: Path, config: ModelConfig) -> Weights:
     if index_path.exists():
         weight_map = _read_index(index_path)
         shards = [
-            _open_shard(model_dir / name, number)
-            for number, name in enumerate(sorted(set(weight_map.values())))
+            _open_shard(model_dir / name, number) for number, name in enumerate(sorted(set(weight_map.values())))
         ]
         _check_index(index_path, weight_map, shards)
     else:
@@ -147,9 +146,7 @@ def load_weights(model_dir: Path, config: ModelConfig) -> Weights:
     for name in expected:
         if prefix + name not in entries:
             where = index_path if index_path.exists() else model_dir / SINGLE_FILE
-            raise CheckpointError(
-                where, prefix + name, f"shape {expected[name].describe_shape()}", "no such tensor"
-            )
+            raise CheckpointError(where, prefix + name, f"shape {expected[name].describe_shape()}", "no such tensor")
     kept: dict[str, _Entry] = {}
     for name, entry in entries.items():
         path = shards[entry.shard].path
@@ -163,13 +160,16 @@ def load_weights(model_dir: Path, config: ModelConfig) -> Weights:
     return Weights(config, shards, kept, packed)
 
 
+def weights_revision(model_dir: Path) -> str:
+    """`Weights.revision` of a checkpoint on disk: a part of the cache's fingerprint."""
+    return load_weights(model_dir, load_config(model_dir)).revision()
+
+
 def _view(shard: _Shard, entry: _Entry) -> torch.Tensor:
     dtype = DTYPES[entry.dtype]
     count = math.prod(entry.shape)
     if entry.begin % dtype.itemsize:  # the format does not promise alignment; kernels assume it
-        raw = torch.frombuffer(
-            bytearray(shard.data[entry.begin : entry.begin + entry.num_bytes]), dtype=dtype
-        )
+        raw = torch.frombuffer(bytearray(shard.data[entry.begin : entry.begin + entry.num_bytes]), dtype=dtype)
         return raw.view(entry.shape)
     return torch.frombuffer(shard.data, dtype=dtype, count=count, offset=entry.begin).view(entry.shape)
 
@@ -205,9 +205,7 @@ def _read_index(path: Path) -> dict[str, str]:
         raise CheckpointError(path, None, "a readable JSON index", error) from error
     weight_map = raw.get("weight_map") if isinstance(raw, dict) else None
     if not isinstance(weight_map, dict) or not weight_map:
-        raise CheckpointError(
-            path, None, "an object weight_map of tensor names to files", type(weight_map).__name__
-        )
+        raise CheckpointError(path, None, "an object weight_map of tensor names to files", type(weight_map).__name__)
     for name, file in weight_map.items():
         if not isinstance(file, str) or Path(file).name != file or not file.endswith(".safetensors"):
             raise CheckpointError(path, name, "the name of a .safetensors file beside the index", repr(file))
@@ -218,15 +216,11 @@ def _check_index(path: Path, weight_map: Mapping[str, str], shards: list[_Shard]
     for shard in shards:
         for name in shard.entries:
             if weight_map.get(name) != shard.path.name:
-                raise CheckpointError(
-                    shard.path, name, f"{path.name} to place it here", repr(weight_map.get(name))
-                )
+                raise CheckpointError(shard.path, name, f"{path.name} to place it here", repr(weight_map.get(name)))
     present = {shard.path.name: shard.entries for shard in shards}
     for name, file in weight_map.items():
         if name not in present[file]:
-            raise CheckpointError(
-                path.parent / file, name, f"the tensor, as {path.name} says", "no such tensor"
-            )
+            raise CheckpointError(path.parent / file, name, f"the tensor, as {path.name} says", "no such tensor")
 
 
 def _open_shard(path: Path, number: int) -> _Shard:
@@ -246,9 +240,7 @@ def _open_shard(path: Path, number: int) -> _Shard:
     header_bytes = int.from_bytes(data[:8], "little")
     if header_bytes > min(HEADER_BYTES_MAX, size - 8):
         expected = f"a header of at most {min(HEADER_BYTES_MAX, size - 8)} bytes"
-        raise CheckpointError(
-            path, None, expected, f"{header_bytes}: the file is cut short or no safetensors"
-        )
+        raise CheckpointError(path, None, expected, f"{header_bytes}: the file is cut short or no safetensors")
     try:
         header = json.loads(data[8 : 8 + header_bytes].decode("utf-8"))
     except ValueError as error:

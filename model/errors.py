@@ -24,3 +24,7 @@ class CheckpointError(ModelError):
         subject = f"{path}: {tensor}" if tensor else str(path)
         super().__init__(f"{subject}: expected {expected}, found {found}")
         self.path, self.tensor, self.expected, self.found = path, tensor, expected, found
+
+
+class BackendUnavailable(RuntimeError):
+    """A backend that cannot run on this machine; the message says why."""

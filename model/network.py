@@ -27,7 +27,7 @@ from model.residual import BlockResidual, PlainResidual, Residual
 class Taps:
     """What a forward pass may be asked to keep, over all of its tokens.
 
-    Shapes: after_layer and blocks hold [T, hidden] each (the raw running sum, not the mix); the others [kept, hidden].
+    Shapes: after_layer and blocks hold [T, hidden] each (raw running sums, not mixes); the others are [kept, hidden].
     """
 
     after_layer: list[torch.Tensor] = field(default_factory=list)

@@ -1,0 +1,44 @@
+"""Which backend runs a checkpoint: chosen once, at start, and logged."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Literal
+
+from model.batch import Backend
+from model.checkpoint import Weights, load_weights
+from model.config import load_config
+from model.errors import BackendUnavailable
+from model.network import TorchBackend
+
+BackendKind = Literal["auto", "native", "torch"]
+Numerics = Literal["invariant", "fast"]
+
+_log = logging.getLogger(__name__)
+
+
+def load_backend(model_dir: Path, *, kind: BackendKind, threads: int, numerics: Numerics) -> Backend:
+    """Load a checkpoint and the backend to run it. `auto` takes native where it can run, else torch.
+
+    `fast` numerics only loosens the torch backend: the native one is invariant whatever is asked.
+    Raises: ModelError if the checkpoint cannot be served; BackendUnavailable if `native` was asked for and cannot be.
+    """
+    weights = load_weights(model_dir, load_config(model_dir))
+    backend = _resolve(weights, kind, threads, numerics)
+    fields = {"backend": backend.name, "asked": kind, "threads": threads, "numerics": numerics}
+    _log.info("backend resolved", extra=fields | {"model_dir": str(model_dir)})
+    return backend
+
+
+def _resolve(weights: Weights, kind: BackendKind, threads: int, numerics: Numerics) -> Backend:
+    if kind != "torch":
+        from model.native.backend import NativeBackend  # compiles or loads a library: only where it may be used
+
+        try:
+            return NativeBackend(weights.config, weights, threads)
+        except BackendUnavailable as error:
+            if kind == "native":
+                raise
+            _log.warning("native backend unavailable, torch takes over", extra={"reason": str(error)})
+    return TorchBackend(weights, threads=threads, numerics=numerics)
