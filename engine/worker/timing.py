@@ -25,7 +25,7 @@ class Timing:
         if self.lease_floor_ms < 2 * self.transfer_floor_ms:
             raise SettingsError(
                 "handoff_lease_ms must cover a read that starts late and takes its whole deadline: "
-                f"expected at least 2 x handoff_timeout_ms = {2 * self.transfer_floor_ms}, found {self.lease_floor_ms}"
+                f"at least 2 x handoff_timeout_ms = {2 * self.transfer_floor_ms}, found {self.lease_floor_ms}"
             )
 
     def transfer_ms(self, nbytes: int) -> int:

@@ -1,0 +1,144 @@
+"""The DecodeWorker service: handoffs adopted and continued; and whole requests, where one worker does both halves."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable
+
+import grpc
+
+from decode.manifest import refused
+from decode.reader import Identity, Reader
+from engine.api import EngineEvent, Failed, Finished, SequenceSpec, TokenSampled
+from engine.worker.prompt import PromptRunner
+from engine.worker.service import Gate
+from engine.worker.stream import EventStream
+from engine.worker.wire import (
+    FINISH,
+    after_first_token,
+    check_length,
+    fingerprint_from_wire,
+    prompt_from_wire,
+    sampling_from_wire,
+    token_to_wire,
+)
+from moonrelay.errors import Unavailable
+from moonrelay.stubs.v1 import worker_pb2, worker_pb2_grpc
+
+Emit = Callable[[worker_pb2.DecodeEvent], Awaitable[None]]
+Events = Callable[[], Awaitable[list[EngineEvent]]]
+
+
+class DecodeEdge(worker_pb2_grpc.DecodeWorkerServicer):
+    def __init__(
+        self, prompts: PromptRunner, reader: Reader, gate: Gate, *, identity: Identity, max_context: int
+    ) -> None:
+        self._prompts, self._reader, self._gate = prompts, reader, gate
+        self._identity, self._max_context = identity, max_context
+
+    async def Reserve(
+        self, request: worker_pb2.ReserveRequest, context: grpc.aio.ServicerContext
+    ) -> worker_pb2.ReserveReply:
+        return await self._gate.serve(context, self._reserve(request))
+
+    async def Adopt(self, request: worker_pb2.AdoptRequest, context: grpc.aio.ServicerContext) -> None:
+        await self._gate.serve(context, self._adopt(request, context.write), drains=True)
+
+    async def ReleaseReservation(
+        self, request: worker_pb2.ReleaseReservationRequest, context: grpc.aio.ServicerContext
+    ) -> worker_pb2.ReleaseReservationReply:
+        return await self._gate.serve(context, self._release(request), drains=True)
+
+    async def Generate(self, request: worker_pb2.PrefillRequest, context: grpc.aio.ServicerContext) -> None:
+        await self._gate.serve(context, self._generate(request, context.write, context.time_remaining()))
+
+    async def _reserve(self, request: worker_pb2.ReserveRequest) -> worker_pb2.ReserveReply:
+        if request.HasField("fingerprint"):
+            theirs = fingerprint_from_wire(request.fingerprint)
+            if theirs != self._identity.fingerprint:
+                raise refused("fingerprint", f"{theirs}, expected {self._identity.fingerprint}")
+        check_length(request.prompt_tokens, request.max_tokens, self._max_context)
+        reservation_id, ttl_ms = self._reader.reserve(
+            request.request_id, prompt_tokens=request.prompt_tokens, max_tokens=request.max_tokens
+        )
+        return worker_pb2.ReserveReply(reservation_id=reservation_id, ttl_ms=ttl_ms)
+
+    async def _release(self, request: worker_pb2.ReleaseReservationRequest) -> worker_pb2.ReleaseReservationReply:
+        self._reader.release(request.reservation_id)
+        return worker_pb2.ReleaseReservationReply()
+
+    async def _adopt(self, request: worker_pb2.AdoptRequest, emit: Emit) -> None:
+        """A handed-over request from its manifest to its last token, in order."""
+        sampling = after_first_token(sampling_from_wire(request.sampling))
+        holding, report = await self._reader.adopt(request.reservation_id, request.manifest)
+        stream = EventStream(self._prompts.discard)
+        try:
+            spec = SequenceSpec(
+                request_id=self._prompts.engine_id(request.request_id),
+                ids=(request.manifest.next_token,),  # seen by no state: the first step consumes it
+                sampling=sampling,
+                restored=request.manifest.tokens_in_state,
+            )
+            self._prompts.engine.submit(spec, holding.reservation, stream.emit)
+            adopted = worker_pb2.Adopted(
+                bytes=report.bytes,
+                transport=report.transport,
+                pull_seconds=report.pull_seconds,
+                verify_seconds=report.verify_seconds,
+            )
+            await emit(worker_pb2.DecodeEvent(adopted=adopted))
+            await self._stream(stream.batch, emit)
+        finally:
+            stream.close()
+            self._reader.finish(request.reservation_id)
+
+    async def _generate(self, request: worker_pb2.PrefillRequest, emit: Emit, remaining_s: float | None) -> None:
+        """A whole request in this one worker, in order."""
+        arrived_s = time.monotonic()
+        prompt = prompt_from_wire(request, block_tokens=self._prompts.block_tokens, max_context=self._max_context)
+        prompt_tokens = len(prompt.ids)
+        async with self._prompts.run(
+            prompt,
+            tokens=prompt_tokens + prompt.sampling.max_tokens,
+            hold_after_first=False,
+            remaining_s=remaining_s,
+        ) as run:
+            usage = run.usage()
+
+            async def first_token() -> None:
+                self._prompts.metrics.ttft.observe(time.monotonic() - arrived_s)
+                self._prompts.metrics.prompt_done(prompt_tokens, usage)
+                self._prompts.store(run)
+                await emit(worker_pb2.DecodeEvent(cache=usage))
+
+            await self._stream(run.events, emit, first_token)
+
+    async def _stream(
+        self, events: Events, emit: Emit, first_token: Callable[[], Awaitable[None]] | None = None
+    ) -> None:
+        """Send every token, those of one step together, then why the turn ended. Raises: what failed it."""
+        count, last_s = 0, None
+        while True:
+            tokens, finished = worker_pb2.Tokens(), None
+            for event in await events():
+                match event:
+                    case TokenSampled(token=token):
+                        tokens.tokens.append(token_to_wire(token))
+                    case Finished():
+                        finished = event
+                    case Failed(error=error):
+                        raise error
+            if tokens.tokens:
+                now_s = time.monotonic()
+                if last_s is not None:
+                    self._prompts.metrics.inter_token.observe(now_s - last_s)
+                elif first_token is not None:
+                    await first_token()
+                count, last_s = count + len(tokens.tokens), now_s
+                await emit(worker_pb2.DecodeEvent(tokens=tokens))
+            if finished is not None:
+                if finished.reason not in FINISH:
+                    raise Unavailable("the engine is stopping")
+                end = worker_pb2.Finished(reason=FINISH[finished.reason], completion_tokens=count)
+                await emit(worker_pb2.DecodeEvent(finished=end))
+                return

@@ -1,0 +1,103 @@
+"""Loads a worker's checkpoint: backend, threads, and the fingerprint that its bytes carry."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import torch
+
+from engine.pools import Pools
+from engine.settings import TILE_TOKENS, EngineSettings
+from engine.worker.settings import WorkerSettings
+from model.backend import load_backend
+from model.batch import Backend, PoolLayout, Segment
+from model.checkpoint import weights_revision
+from model.tokenizer import tokenizer_revision
+from moonrelay.prefix import Fingerprint
+
+LAYOUT_VERSION: Final = "1"  # the stored order of blocks and snapshots, model/batch.py
+STORED_DTYPE: Final = "float32"
+TRIAL_ROUNDS: Final = 3
+TRIAL_DECODE_STEPS: Final = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedModel:
+    backend: Backend
+    layout: PoolLayout
+    fingerprint: Fingerprint
+    name: str
+    threads: int
+
+    @property
+    def max_context(self) -> int:
+        return self.backend.config.context_len
+
+    @property
+    def vocab_size(self) -> int:
+        return self.backend.config.vocab_size
+
+
+def load_model(settings: WorkerSettings, say: Callable[[str], None]) -> LoadedModel:
+    """Load, choose the threads, name what was loaded. `say` takes one line of progress at a time.
+
+    Raises: ModelError, BackendUnavailable.
+    """
+    model_dir, began = Path(settings.model_dir), time.monotonic()
+    name = settings.model_name or model_dir.resolve().name.replace("_", "-")
+    say(f"loading {name} from {model_dir}")
+    backend, threads = _load_fastest(settings, model_dir, say)
+    say(f"loaded {name}: backend {backend.name}, {threads} threads, {time.monotonic() - began:.1f} s")
+    fingerprint = Fingerprint(
+        model=name,
+        weights_revision=weights_revision(model_dir),
+        tokenizer_revision=tokenizer_revision(model_dir),
+        row_dtype=STORED_DTYPE,
+        snapshot_dtype=STORED_DTYPE,
+        layout_version=LAYOUT_VERSION,
+        numerics_version=f"{backend.name}/{settings.numerics}",
+        block_tokens=settings.block_tokens,
+    )
+    layout = backend.layout(settings.block_tokens)
+    return LoadedModel(backend=backend, layout=layout, fingerprint=fingerprint, name=name, threads=threads)
+
+
+def _load_fastest(settings: WorkerSettings, model_dir: Path, say: Callable[[str], None]) -> tuple[Backend, int]:
+    """The asked number of threads, or whichever of one and two a small trial finds faster."""
+
+    def load(threads: int) -> Backend:
+        return load_backend(model_dir, kind=settings.backend, threads=threads, numerics=settings.numerics)
+
+    if settings.threads or len(os.sched_getaffinity(0)) < 2:
+        threads = settings.threads or 1
+        return load(threads), threads
+    seconds = {}
+    for threads in (2, 1):  # one last: it is kept without loading again where it wins, which is usual here
+        backend = load(threads)
+        seconds[threads] = trial_seconds(backend, settings.engine())
+    say(f"one thread {seconds[1] * 1e3:.1f} ms, two {seconds[2] * 1e3:.1f} ms for the same work")
+    return (backend, 1) if seconds[1] <= seconds[2] else (load(2), 2)
+
+
+def trial_seconds(backend: Backend, settings: EngineSettings) -> float:
+    """The best of a few rounds of one prompt chunk and some single tokens, after one round to warm up."""
+    layout = backend.layout(settings.block_tokens)
+    few = EngineSettings(block_tokens=settings.block_tokens, num_blocks=4, num_slots=1)
+    pools, best = Pools(layout, few), float("inf")
+    for _ in range(1 + TRIAL_ROUNDS):
+        began = time.perf_counter()
+        _consume(backend, pools, list(range(1, 1 + TILE_TOKENS)), 0)
+        for step in range(TRIAL_DECODE_STEPS):
+            _consume(backend, pools, [1], TILE_TOKENS + step)
+        best = min(best, time.perf_counter() - began)
+    return best
+
+
+def _consume(backend: Backend, pools: Pools, ids: list[int], start: int) -> torch.Tensor:
+    segment = Segment(ids=ids, start=start, slot=0, blocks=(0, 1, 2, 3))
+    return backend.forward([segment], pools.rows, pools.state)

@@ -1,0 +1,234 @@
+"""The process around a worker: start, ready, heartbeat, drain, stop. The role plugs in what it serves."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import signal
+import socket
+from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Final, Protocol
+
+import grpc
+from moonrelay.membership import Load, Member, Membership
+from moonrelay.valkey import check_policy, connect
+
+from engine.engine import Engine, exit_process
+from engine.worker.memory import Memory
+from engine.worker.metrics import Source, WorkerMetrics
+from engine.worker.model import LoadedModel
+from engine.worker.prompt import Spawn
+from engine.worker.service import Gate, Server
+from engine.worker.settings import WorkerSettings
+from moonrelay.ids import Role
+from moonrelay.stubs.v1 import common_pb2
+
+log = logging.getLogger(__name__)
+WATCH_S: Final = 0.25  # how fresh the load in the heartbeats is
+STOP_GRACE_S: Final = 0.5  # for calls to notice that they were cancelled
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Worker:
+    """What a role is built from."""
+
+    settings: WorkerSettings
+    instance_id: str
+    epoch: int
+    address: str  # gRPC, as peers dial it
+    host: str
+    model: LoadedModel
+    engine: Engine
+    memory: Memory
+    metrics: WorkerMetrics
+    membership: Membership
+    gate: Gate
+    spawn: Spawn
+
+
+class Service(Protocol):
+    """A role's own half."""
+
+    peer: common_pb2.Peer
+
+    def register(self, server: grpc.aio.Server) -> None: ...
+
+    async def run(self) -> None:
+        """What it does beside its calls; until cancelled."""
+        ...
+
+    async def drained(self) -> None:
+        """Until nothing of it is left that others may still need."""
+        ...
+
+    def check(self) -> int:
+        """Assert its invariants; returns how many things it keeps alive (0: idle)."""
+        ...
+
+    async def close(self) -> None: ...
+
+
+Assemble = Callable[[Worker], Awaitable[Service]]
+
+
+def say(line: str) -> None:
+    """Progress for whoever started the process."""
+    print(line, flush=True)
+
+
+class Process:
+    """One worker. `run` is its life after the model is loaded."""
+
+    def __init__(
+        self, settings: WorkerSettings, role: Role, source: Source, service_name: str, model: LoadedModel
+    ) -> None:
+        self.settings, self.role, self.source, self.model = settings, role, source, model
+        self.instance_id = settings.instance_id or f"{role}-{socket.gethostname()}-{os.getpid()}"
+        self._service_name = service_name
+        self._stop = asyncio.Event()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._was_idle = False
+
+    def stop(self) -> None:
+        """Begin to drain, then end. On the loop's thread."""
+        self._stop.set()
+
+    async def run(self, assemble: Assemble) -> None:
+        """Everything in the order of its life. Raises: SettingsError, ServeError while starting."""
+        settings = self.settings
+        redis = connect(settings.redis_url)
+        await check_policy(redis)
+        membership = Membership(redis, settings.cluster)
+        engine, memory, metrics = await self._start_engine()
+        server = Server(self._service_name)
+        address = server.bind(settings.listen, settings.advertise_host)
+        async with asyncio.TaskGroup() as group:
+            worker = Worker(
+                settings=settings,
+                instance_id=self.instance_id,
+                epoch=await membership.next_epoch(),
+                address=address,
+                host=address.rpartition(":")[0],
+                model=self.model,
+                engine=engine,
+                memory=memory,
+                metrics=metrics,
+                membership=membership,
+                gate=Gate(exit_process),
+                spawn=lambda work: self._spawn(group, work),
+            )
+            service = await assemble(worker)
+            service.register(server.grpc)
+            await server.start()
+            await membership.join(self._member(worker, service))
+            for work in (membership.run(), service.run(), self._watch(worker, service)):
+                worker.spawn(work)
+            await server.ready()
+            self._announce(worker, metrics.serve(settings.metrics_listen))
+            await self._stop.wait()
+            await self._drain(worker, server, service)
+            for task in self._tasks:
+                task.cancel()
+        await asyncio.to_thread(engine.stop)
+        await service.close()
+        await redis.aclose()
+        say(f"{self.instance_id} stopped")
+
+    async def _start_engine(self) -> tuple[Engine, Memory, WorkerMetrics]:
+        loop, settings = asyncio.get_running_loop(), self.settings
+        for signum in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(signum, self.stop)
+        metrics = WorkerMetrics(self.source, self.model.name)
+        engine = Engine(self.model.backend, settings.engine(), observer=metrics)
+        memory = Memory(engine, waiting_max=settings.queue_len_max)
+        metrics.watch(engine.stats, lambda: memory.num_waiting, settings.block_tokens)
+        metrics.on_memory_freed = lambda: loop.call_soon_threadsafe(memory.serve_waiting)
+        engine.start()
+        say("warming up")
+        await asyncio.to_thread(engine.warm)
+        return engine, memory, metrics
+
+    def _member(self, worker: Worker, service: Service) -> Member:
+        return Member(
+            instance_id=self.instance_id,
+            role=self.role,
+            epoch=worker.epoch,
+            grpc_address=worker.address,
+            fingerprint=self.model.fingerprint,
+            layout=asdict(self.model.layout),
+            peer=service.peer.SerializeToString(),
+            model=self.model.name,
+            max_context=self.model.max_context,
+            state="ready",
+            load=_load(worker),
+        )
+
+    async def _watch(self, worker: Worker, service: Service) -> None:
+        """Fresh load for the heartbeats; once whenever work has ended, the books must balance."""
+        while True:
+            await asyncio.sleep(WATCH_S)
+            worker.membership.update(load=_load(worker))
+            idle = service.check() == 0
+            leaked_blocks, leaked_slots = worker.memory.leaked()
+            worker.metrics.leaked_blocks.set(leaked_blocks)
+            worker.metrics.leaked_slots.set(leaked_slots)
+            if idle and not self._was_idle:
+                worker.engine.check()
+            elif idle and (leaked_blocks or leaked_slots):
+                log.error("memory leaked", extra={"blocks": leaked_blocks, "state_slots": leaked_slots})
+            self._was_idle = idle
+
+    async def _drain(self, worker: Worker, server: Server, service: Service) -> None:
+        """Take nothing new, let what runs end, but not for ever."""
+        log.info("draining", extra={"instance_id": self.instance_id})
+        worker.gate.draining = True
+        worker.membership.update(state="draining")
+        await server.not_ready()
+        try:
+            async with asyncio.timeout(self.settings.drain_timeout_ms / 1000):
+                await worker.gate.idle()
+                await service.drained()
+        except TimeoutError:
+            log.warning("drain timed out", extra={"kept": service.check()})
+        await worker.membership.leave()
+        await server.stop(STOP_GRACE_S)
+
+    def _announce(self, worker: Worker, metrics_address: str) -> None:
+        if self.settings.ready_file is not None:
+            ready = {
+                "instance_id": self.instance_id,
+                "pid": os.getpid(),
+                "role": self.role,
+                "grpc": worker.address,
+                "metrics": metrics_address,
+                "epoch": worker.epoch,
+            }
+            path = Path(self.settings.ready_file)
+            scratch = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+            scratch.write_text(json.dumps(ready))
+            scratch.rename(path)
+        log.info("ready", extra={"instance_id": self.instance_id, "grpc": worker.address, "metrics": metrics_address})
+        say(f"{self.instance_id} ready: gRPC {worker.address}, metrics {metrics_address}")
+
+    def _spawn(self, group: asyncio.TaskGroup, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """A task whose failure ends the process, and which ends with it."""
+        task = group.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+
+def _load(worker: Worker) -> Load:
+    stats = worker.engine.stats()
+    return Load(
+        free_blocks=stats.free_blocks,
+        num_blocks=stats.num_blocks,
+        free_slots=stats.free_slots,
+        num_slots=stats.num_slots,
+        waiting=stats.num_waiting + worker.memory.num_waiting,
+        running=stats.num_running,
+    )

@@ -1,0 +1,310 @@
+"""A prompt from its request to its first token: memory, cache, engine. The same in both workers.
+
+The cache comes in as a `PromptCache`, so that nothing here depends on how bytes move.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from engine.api import EngineEvent, Failed, SequenceSpec, SnapshotTaken
+from engine.engine import Engine
+from engine.worker.memory import Extent, Holding, Memory
+from engine.worker.metrics import WorkerMetrics
+from engine.worker.stream import EventStream
+from engine.worker.wire import Prompt
+from moonrelay.stubs.v1 import common_pb2, worker_pb2
+
+log = logging.getLogger(__name__)
+HASH_AHEAD_BYTES = 4 << 20  # about 0.1 ms of hashing: below it a hand-over to a thread costs more than the work
+
+
+class Landing(Protocol):
+    """Reads whose bytes may still arrive in memory that the caller has given up on."""
+
+    @property
+    def pending(self) -> bool: ...
+
+    async def ended(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Restored:
+    """What a fetch brought. `tokens` is 0 unless every byte landed and was verified."""
+
+    tokens: int
+    cached_host: int = 0
+    cached_remote: int = 0
+    failure: common_pb2.MissReason | None = None
+    transport: str | None = None
+    nbytes: int = 0
+
+
+class PromptCache(Protocol):
+    """The cache nodes, as a worker uses them. Expected losses are return values."""
+
+    def landing(self) -> Landing: ...
+
+    async def restore(self, prompt: Prompt, rows: Sequence[Extent], state: Extent, landing: Landing) -> Restored: ...
+
+    async def store(
+        self, prompt: Prompt, blocks: Sequence[tuple[int, common_pb2.Span]], snapshots: Sequence[Snapshot]
+    ) -> None:
+        """Returns when no node reads the memory any more. Never raises for a node's refusal or absence."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Snapshot:
+    """A state after exactly `tokens` tokens, as checked ranges of our memory."""
+
+    tokens: int
+    spans: tuple[common_pb2.Span, ...]
+
+
+Spawn = Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]]
+MakeSpan = Callable[[int, int, int], common_pb2.Span]  # pool, offset, length
+
+
+class PromptRun:
+    """One prompt in the engine. Made by `PromptRunner.run`."""
+
+    def __init__(self, runner: PromptRunner, prompt: Prompt, holding: Holding, restored: Restored) -> None:
+        self.prompt, self.holding, self.restored = prompt, holding, restored
+        self.began_s = time.monotonic()
+        self.snapshots: list[SnapshotTaken] = []
+        self._runner = runner
+        self._stream = EventStream(runner.discard)
+        self._spans: dict[int, common_pb2.Span] = {}
+        self._hashing: asyncio.Task[None] | None = None
+
+    @property
+    def ended(self) -> bool:
+        return self._stream.ended
+
+    async def events(self) -> list[EngineEvent]:
+        """The next events, at least one step's; snapshots are kept aside. Raises: what failed the sequence."""
+        events: list[EngineEvent] = []
+        for event in await self._stream.batch():
+            match event:
+                case SnapshotTaken(slot=slot):
+                    self._runner.memory.own_snapshot(slot)
+                    self.snapshots.append(event)
+                case Failed(error=error):
+                    raise error
+                case _:
+                    events.append(event)
+        return events
+
+    def hash_ahead(self, tokens: int) -> None:
+        """Hash the blocks that `tokens` have filled while later chunks still run, when it is worth a hand-over."""
+        if self._hashing is not None and not self._hashing.done():
+            return
+        missing = self._missing(0, tokens // self._runner.block_tokens)
+        if len(missing) * self._runner.memory.block_bytes >= HASH_AHEAD_BYTES:
+            self._hashing = self._runner.spawn(self._hash(missing))
+
+    async def spans(self, first: int, end: int) -> list[common_pb2.Span]:
+        """Blocks [first, end) with their checksums; none of them may change any more."""
+        if self._hashing is not None:
+            await self._hashing
+        await self._hash(self._missing(first, end))
+        return [self._spans[block] for block in range(first, end)]
+
+    def usage(self) -> common_pb2.CacheUsage:
+        """What the cache gave, and why it gave no more as far as this worker can know."""
+        restored, hit = self.restored, self.prompt.hit
+        usage = common_pb2.CacheUsage(
+            cached_tokens=restored.tokens,
+            cached_host=restored.cached_host,
+            cached_remote=restored.cached_remote,
+            matchable_tokens=hit.matchable_tokens if hit is not None else 0,
+        )
+        usage.miss_reason = miss_reason(len(self.prompt.ids), self._runner.block_tokens, hit, restored)
+        return usage
+
+    def submit(self, *, hold_after_first: bool) -> None:
+        restored = self.restored.tokens
+        spec = SequenceSpec(
+            request_id=self._runner.engine_id(self.prompt.request_id),
+            ids=self.prompt.ids[restored:],
+            sampling=self.prompt.sampling,
+            restored=restored,
+            hold_after_first=hold_after_first,
+            snapshot_at=tuple(cut for cut in self.prompt.snapshot_at if cut > restored),
+        )
+        self._runner.engine.submit(spec, self.holding.reservation, self._stream.emit)
+
+    def close(self) -> None:
+        """Nobody waits for events any more. Memory follows when the engine is done with it."""
+        self._stream.close()
+        for snapshot in self.snapshots:
+            self._runner.memory.drop_snapshot(snapshot.slot)
+        self.snapshots = []
+        self.holding.drop()
+
+    def _missing(self, first: int, end: int) -> list[int]:
+        return [block for block in range(first, end) if block not in self._spans]
+
+    async def _hash(self, blocks: list[int]) -> None:
+        if not blocks:
+            return
+        extents = [self.holding.rows(block, block + 1)[0] for block in blocks]
+        self._spans.update(zip(blocks, await self._runner.checked(extents), strict=True))
+
+
+class PromptRunner:
+    """Runs prompts; owns what outlives them: publishes in flight and quarantined landings."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        memory: Memory,
+        cache: PromptCache | None,
+        make_span: MakeSpan,
+        metrics: WorkerMetrics,
+        spawn: Spawn,
+        *,
+        admission_wait_ms: int,
+        publish_inflight_max: int,
+    ) -> None:
+        self.engine, self.memory, self.metrics = engine, memory, metrics
+        self.block_tokens = engine.settings.block_tokens
+        self.num_background = 0  # publishes and quarantines
+        self._cache, self._make_span, self.spawn = cache, make_span, spawn
+        self._admission_wait_s = admission_wait_ms / 1000
+        self._publish_inflight_max = publish_inflight_max
+        self._publishing = 0
+        self._hasher = ThreadPoolExecutor(1, thread_name_prefix="hash")
+        self._num_ids = 0
+
+    @asynccontextmanager
+    async def run(
+        self, prompt: Prompt, *, tokens: int, hold_after_first: bool, remaining_s: float | None
+    ) -> AsyncIterator[PromptRun]:
+        """Rows for `tokens` and a slot, the hit restored into them, the rest submitted; all given back at the end.
+
+        Raises: Overloaded when no memory came in time, InvalidRequest and others of `Engine.submit`.
+        """
+        wait_s = self._admission_wait_s if remaining_s is None else min(self._admission_wait_s, remaining_s)
+        deadline_s = asyncio.get_running_loop().time() + wait_s
+        holding, restored = await self._restore(prompt, tokens, deadline_s)
+        run = PromptRun(self, prompt, holding, restored)
+        try:
+            run.submit(hold_after_first=hold_after_first)
+            yield run
+        finally:
+            run.close()
+
+    def store(self, run: PromptRun) -> None:
+        """Offer the prompt's new blocks and snapshots to the cache, beside the request. Call once it is computed."""
+        prompt, first = run.prompt, run.restored.tokens // self.block_tokens
+        full = len(prompt.ids) // self.block_tokens
+        if self._cache is None or not prompt.store or (first >= full and not run.snapshots):
+            return
+        if self._publishing >= self._publish_inflight_max:
+            self.metrics.publish_skipped.labels("busy").inc()
+            return
+        snapshots, run.snapshots = run.snapshots, []
+        run.holding.share()
+        self._publishing += 1
+        self.spawn(self._background(self._store(self._cache, run, first, full, snapshots)))
+
+    def quarantine(self, holding: Holding, ended: Awaitable[object], then: Callable[[], None] | None = None) -> None:
+        """Keep `holding` from everybody until `ended`: a read of ours may still write into it."""
+        self.metrics.quarantined_bytes.inc(holding.nbytes)
+        self.spawn(self._background(self._await_end(holding.share(), ended, then)))
+
+    async def checked(self, extents: Sequence[Extent]) -> list[common_pb2.Span]:
+        """Spans with checksums, made off the event loop."""
+
+        def work() -> list[common_pb2.Span]:
+            return [self._make_span(*extent) for extent in extents]
+
+        return await asyncio.get_running_loop().run_in_executor(self._hasher, work)
+
+    def discard(self, event: EngineEvent) -> None:
+        """An event that came after its request had gone: only a snapshot has to be given back."""
+        if isinstance(event, SnapshotTaken):
+            self.memory.own_snapshot(event.slot)
+            self.memory.drop_snapshot(event.slot)
+
+    def engine_id(self, request_id: str) -> str:
+        """A retried request may come while its first try is still leaving the engine."""
+        self._num_ids += 1
+        return f"{request_id}/{self._num_ids}"
+
+    def close(self) -> None:
+        self._hasher.shutdown(wait=True)
+
+    async def _restore(self, prompt: Prompt, tokens: int, deadline_s: float) -> tuple[Holding, Restored]:
+        holding = await self.memory.reserve(tokens, deadline_s)
+        if prompt.hit is None:
+            return holding, Restored(tokens=0)
+        if self._cache is None:
+            return holding, Restored(tokens=0, failure=common_pb2.MISS_REASON_TIER_ERROR)
+        landing = self._cache.landing()
+        rows, restored = holding.rows(0, prompt.hit.tokens // self.block_tokens), None
+        try:
+            with self.metrics.fetch_seconds.time():
+                restored = await self._cache.restore(prompt, rows, holding.state(), landing)
+        finally:
+            pending = landing.pending
+            if pending:
+                self.quarantine(holding, landing.ended())
+            if pending or restored is None:
+                holding.drop()
+        if restored.transport is not None:
+            self.metrics.fetch_bytes.labels(restored.transport).inc(restored.nbytes)
+        return (await self.memory.reserve(tokens, deadline_s) if pending else holding), restored
+
+    async def _store(
+        self, cache: PromptCache, run: PromptRun, first: int, full: int, taken: list[SnapshotTaken]
+    ) -> None:
+        try:
+            blocks = list(zip(range(first, full), await run.spans(first, full), strict=True))
+            snapshots = [
+                Snapshot(tokens=s.tokens, spans=tuple(await self.checked(self.memory.slot_parts(s.slot))))
+                for s in taken
+            ]
+            await cache.store(run.prompt, blocks, snapshots)
+        finally:
+            self._publishing -= 1
+            for snapshot in taken:
+                self.memory.drop_snapshot(snapshot.slot)
+            run.holding.drop()
+
+    async def _await_end(self, holding: Holding, ended: Awaitable[object], then: Callable[[], None] | None) -> None:
+        await ended
+        self.metrics.quarantined_bytes.dec(holding.nbytes)
+        holding.drop()
+        if then is not None:
+            then()
+
+    async def _background(self, work: Coroutine[Any, Any, None]) -> None:
+        self.num_background += 1
+        try:
+            await work
+        finally:
+            self.num_background -= 1
+
+
+def miss_reason(
+    prompt_tokens: int, block_tokens: int, hit: worker_pb2.CacheHit | None, restored: Restored
+) -> common_pb2.MissReason:
+    """Why the shallowest lost token was lost. The router, which did the lookup, may know better than COLD."""
+    deepest = (prompt_tokens - 1) // block_tokens * block_tokens
+    if restored.failure is not None:
+        return restored.failure
+    if restored.tokens == deepest:
+        return common_pb2.MISS_REASON_REMAINDER
+    if hit is not None and hit.matchable_tokens > restored.tokens:
+        return common_pb2.MISS_REASON_NO_SNAPSHOT
+    return common_pb2.MISS_REASON_COLD

@@ -1,0 +1,63 @@
+"""Settings that both workers have; each role's struct adds its own."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from engine.settings import EngineSettings
+from engine.worker.timing import Timing
+from moonrelay.errors import SettingsError
+
+
+class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Settings shared by the prefill and decode workers."""
+
+    model_dir: str
+    redis_url: str
+    cluster: str = "local"
+    instance_id: str | None = None  # None: role, host name and pid; a restarted role should keep its id
+    model_name: str | None = None  # the name that requests use; None: the checkpoint directory's
+    listen: str = "127.0.0.1:0"
+    advertise_host: str | None = None  # what peers dial; None: the host of `listen`
+    metrics_listen: str = "127.0.0.1:0"
+    ready_file: str | None = None
+    transport: Literal["auto", "nixl", "tcp"] = "auto"
+
+    backend: Literal["auto", "native", "torch"] = "auto"
+    numerics: Literal["invariant", "fast"] = "invariant"
+    threads: int = 0  # 0: try one and two at start, keep the faster
+
+    block_tokens: int = 64
+    num_blocks: int = 4096
+    num_slots: int = 64  # sequences and snapshots together
+    max_batch_tokens: int = 512
+    prefill_share_tokens: int = 128
+    max_batch_sequences: int = 32
+    queue_len_max: int = 256  # waiting for memory, and again for a place in the batch
+    admission_wait_ms: int = 30_000  # the longest a prompt waits for memory
+
+    cache: bool = True  # fetch from and publish to the cache nodes
+    publish_inflight_max: int = 4  # more are skipped and counted: storing is never in a request's way
+    handoff_timeout_ms: int = 2_000  # floor of a transfer's deadline, which grows with the bytes
+    transfer_min_bytes_per_s: int = 50_000_000  # slower than this is a broken link
+    handoff_lease_ms: int = 6_000  # floor of the time that memory is lent
+    drain_timeout_ms: int = 8_000  # after SIGTERM
+
+    def __post_init__(self) -> None:
+        for name in ("admission_wait_ms", "drain_timeout_ms", "threads", "publish_inflight_max"):
+            if getattr(self, name) < 0:
+                raise SettingsError(f"{name} must not be negative, found {getattr(self, name)}")
+        self.timing()
+        self.engine()
+
+    def timing(self) -> Timing:
+        return Timing(
+            transfer_floor_ms=self.handoff_timeout_ms,
+            transfer_min_bytes_per_s=self.transfer_min_bytes_per_s,
+            lease_floor_ms=self.handoff_lease_ms,
+        )
+
+    def engine(self) -> EngineSettings:
+        return EngineSettings(**{name: getattr(self, name) for name in EngineSettings.__struct_fields__})
