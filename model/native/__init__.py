@@ -1,0 +1,1 @@
+"""The C++ backend: the whole network over a ragged batch in one call. See `backend.NativeBackend`."""

@@ -1,0 +1,211 @@
+// The C interface that ffi.py binds. Nothing throws across it; a forward pass checks every index against the pools
+// before it touches memory.
+#include <exception>
+#include <new>
+#include <string>
+#include <vector>
+
+#include "network.h"
+
+namespace {
+
+using namespace mr;
+
+thread_local std::string last_error;
+
+template <class F>
+int guarded(const F& f) {
+    try {
+        f();
+        return 0;
+    } catch (const std::exception& e) {
+        last_error = e.what();
+        return 1;
+    }
+}
+
+// One pass as Python hands it over; mirrored by ffi.py.
+struct Pass {
+    int32_t num_segments;
+    const int32_t* ids;      // all segments' tokens
+    const int32_t* tokens;   // per segment
+    const int64_t* start;
+    const int32_t* slot;
+    const int32_t* logits;
+    const int32_t* blocks;   // all segments' tables
+    const int32_t* num_blocks;
+    float* rows;
+    int64_t pool_blocks, block_floats;
+    float* state;
+    int64_t pool_slots, slot_floats;
+    int32_t block_tokens;
+    float* out;
+};
+
+// What is wrong with a pass, or an empty string.
+std::string fault(const Model& m, const Pass& p) {
+    const Config& c = m.config;
+    const auto at = [](int s) { return "segment " + std::to_string(s) + ": "; };
+    std::vector<int32_t> slots(size_t(p.pool_slots), -1);
+    struct Owner { int32_t segment = -1; int64_t index = 0; };
+    std::vector<Owner> written(size_t(p.pool_blocks));
+    const int32_t *ids = p.ids, *blocks = p.blocks;
+    for (int s = 0; s < p.num_segments; ids += p.tokens[s], blocks += p.num_blocks[s], ++s) {
+        if (p.tokens[s] < 1) return at(s) + "no tokens";
+        for (int i = 0; i < p.tokens[s]; ++i)
+            if (ids[i] < 0 || ids[i] >= c.vocab)
+                return at(s) + "token id " + std::to_string(ids[i]) + " is outside the vocabulary of " + std::to_string(c.vocab);
+        if (p.slot[s] < 0 || p.slot[s] >= p.pool_slots)
+            return at(s) + "slot " + std::to_string(p.slot[s]) + " is outside the pool of " + std::to_string(p.pool_slots);
+        if (slots[size_t(p.slot[s])] >= 0)
+            return at(s) + "slot " + std::to_string(p.slot[s]) + " already belongs to segment " +
+                   std::to_string(slots[size_t(p.slot[s])]);
+        slots[size_t(p.slot[s])] = s;
+        if (p.start[s] < 0) return at(s) + "start " + std::to_string(p.start[s]) + " is negative";
+        if (p.logits[s] < 0 || p.logits[s] > kAllLogits) return at(s) + "unknown logits mode";
+        if (!m.num_mla) continue;
+        const int64_t end = p.start[s] + p.tokens[s];
+        if (end > int64_t(p.num_blocks[s]) * p.block_tokens)
+            return at(s) + std::to_string(end) + " tokens need more than " + std::to_string(p.num_blocks[s]) + " blocks";
+        for (int64_t i = 0; i <= (end - 1) / p.block_tokens; ++i) {
+            if (blocks[i] < 0 || blocks[i] >= p.pool_blocks)
+                return at(s) + "block " + std::to_string(blocks[i]) + " is outside the pool of " + std::to_string(p.pool_blocks);
+            if (i >= p.start[s] / p.block_tokens) written[size_t(blocks[i])] = {s, i};
+        }
+    }
+    if (!m.num_mla) return "";
+    blocks = p.blocks;  // a written block has one writer and no other reader
+    for (int s = 0; s < p.num_segments; blocks += p.num_blocks[s], ++s)
+        for (int64_t i = 0; i <= (p.start[s] + p.tokens[s] - 1) / p.block_tokens; ++i) {
+            const Owner o = written[size_t(blocks[i])];
+            if (o.segment >= 0 && (o.segment != s || o.index != i))
+                return at(s) + "block " + std::to_string(blocks[i]) + " is written by segment " + std::to_string(o.segment) +
+                       " in this same pass";
+        }
+    return "";
+}
+
+// Runs the pass in tiles of at most kMaxRows tokens, cutting segments where a tile is full.
+void run(Model& m, const Pass& p) {
+    Batch b;
+    b.pool_rows = p.rows, b.block_floats = p.block_floats, b.block_tokens = p.block_tokens;
+    b.pool_state = p.state, b.slot_floats = p.slot_floats;
+    b.ids = p.ids, b.logits = p.out;
+    const auto flush = [&] {
+        if (!b.rows) return;
+        m.forward(b);
+        for (const Segment& s : b.segments) b.logits += int64_t(s.num_logits()) * m.config.vocab;
+        b.ids += b.rows, b.rows = 0;
+        b.segments.clear();
+    };
+    const int32_t* blocks = p.blocks;
+    for (int s = 0; s < p.num_segments; blocks += p.num_blocks[s], ++s)
+        for (int done = 0; done < p.tokens[s];) {
+            const int n = min_int(p.tokens[s] - done, kMaxRows - b.rows);
+            const bool ends = done + n == p.tokens[s];
+            const int32_t logits = p.logits[s] == kLastLogits && !ends ? int32_t(kNoLogits) : p.logits[s];
+            b.segments.push_back({b.rows, n, p.start[s] + done, p.slot[s], logits, blocks});
+            b.rows += n, done += n;
+            if (b.rows == kMaxRows) flush();
+        }
+    flush();
+}
+
+}  // namespace
+
+#define MR_API extern "C" __attribute__((visibility("default")))
+
+MR_API const char* mr_error() { return last_error.c_str(); }
+MR_API const char* mr_isa() { return kIsa; }
+
+MR_API Model* mr_create(const Config* config, const uint8_t* layer_kinds, int32_t threads) {
+    Model* model = nullptr;
+    guarded([&] { model = new Model(*config, layer_kinds, threads); });
+    return model;
+}
+
+MR_API void mr_destroy(Model* model) { delete model; }
+
+// Layer -1 holds what belongs to no layer. Per-head and per-expert matrices are appended in order.
+MR_API int mr_pack(Model* m, int32_t layer, int32_t slot, const Source* parts, int32_t num_parts, int32_t join) {
+    return guarded([&] {
+        Layer& l = layer < 0 ? m->globals : m->layers.at(size_t(layer));
+        l.matrices[slot].push_back(pack(m->arena, parts, num_parts, Join(join)));
+    });
+}
+
+MR_API int mr_vector(Model* m, int32_t layer, int32_t slot, const float* data, int64_t n) {
+    return guarded([&] { (layer < 0 ? m->globals : m->layers.at(size_t(layer))).vectors[slot].assign(data, data + n); });
+}
+
+// The table is read in place, so its memory must outlive the model.
+MR_API void mr_embedding(Model* m, const void* table, int32_t kind) { m->embedding = table, m->embedding_kind = Kind(kind); }
+
+MR_API int mr_check(const Model* m) { return guarded([&] { m->check(); }); }
+
+// 0: done; 1: it failed midway (no memory); 2: the pass is wrong and nothing was touched.
+MR_API int mr_forward(Model* m, const Pass* pass) {
+    std::string wrong;
+    if (guarded([&] { wrong = fault(*m, *pass); })) return 1;
+    if (!wrong.empty()) return last_error = wrong, 2;
+    return guarded([&] { run(*m, *pass); });
+}
+
+MR_API void mr_profile(Model* m, int32_t on, double* seconds) {
+    m->profiling = on;
+    for (int i = 0; i < int(Op::kCount); ++i) seconds[i] = m->seconds[i], m->seconds[i] = 0;
+}
+
+MR_API int64_t mr_weight_bytes(const Model* m) { return int64_t(m->arena.bytes()); }
+
+// ---- single operations, for tests and profiles ----
+
+MR_API int mr_op_gemm(const Source* parts, int32_t num_parts, int32_t join, const float* a, int32_t m, float* c,
+                      int64_t ldc, int32_t finish, const float* d, int64_t ldd, const float* betas, int32_t threads) {
+    return guarded([&] {
+        Arena arena;
+        Pool pool(threads);
+        Gemm gemm(pool);
+        const Matrix w = pack(arena, parts, num_parts, Join(join));
+        GemmJob job;
+        job.w = &w, job.a = a, job.lda = w.k, job.m = m, job.c = c, job.ldc = ldc;
+        job.finish = Finish(finish), job.d = d, job.ldd = ldd;
+        if (betas) job.act = {betas[0] > 0, betas[0], betas[1]};
+        gemm.run(job);
+    });
+}
+
+MR_API int mr_op_unpack(const Source* parts, int32_t num_parts, int32_t join, float* out, int32_t* kind) {
+    return guarded([&] {
+        Arena arena;
+        const Matrix w = pack(arena, parts, num_parts, Join(join));
+        *kind = int32_t(w.kind);
+        for (int r = 0; r < w.n * (w.glu ? 2 : 1); ++r)
+            for (int k = 0; k < w.k; ++k) *out++ = unpack_one(w, r, k);
+    });
+}
+
+MR_API void mr_op_math(int32_t function, const float* x, float* out, int64_t n) {
+    for (int64_t i = 0; i < n; i += kLanes) {
+        const int lanes = n - i < kLanes ? int(n - i) : kLanes;
+        const V a = load_n(x + i, lanes);
+        const V y = function == 0 ? exp(a) : function == 1 ? sigmoid(a) : function == 2 ? tanh(a) : softplus(a);
+        store_n(out + i, y, lanes);
+    }
+}
+
+// One head: q (scaled), k, g = log decay [tokens][keys], v and out [tokens][values], state [keys][values].
+MR_API int mr_op_kda(int32_t tokens, int32_t keys, int32_t values, const float* q, const float* k, const float* g,
+                     const float* beta, const float* v, float* state, float* out) {
+    return guarded([&] {
+        const ptrdiff_t wide = (values + 15) / 16 * 16;
+        std::vector<float> alpha(size_t(tokens) * size_t(keys) + 16), padded(size_t(tokens * wide)), o(size_t(tokens * wide));
+        std::vector<float> work(size_t(tokens) * size_t(keys) + size_t(keys) * kLanes);
+        mr_op_math(0, g, alpha.data(), int64_t(tokens) * keys);
+        for (int t = 0; t < tokens; ++t)
+            for (int i = 0; i < values; ++i) padded[size_t(t * wide + i)] = v[t * values + i];
+        kda_recurrence(state, keys, values, tokens, q, k, alpha.data(), beta, padded.data(), o.data(), wide, work.data());
+        for (int t = 0; t < tokens; ++t)
+            for (int i = 0; i < values; ++i) out[t * values + i] = o[size_t(t * wide + i)];
+    });
+}

@@ -1,0 +1,110 @@
+"""`NativeBackend`: the network in C++, behind `model.batch.Backend`."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from array import array
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from model.batch import PoolLayout, Segment
+from model.errors import BackendUnavailable
+from model.native.ffi import LOGITS_MODES, Op, Pass, library
+from model.native.loader import Loader, network_shape
+from moonrelay.errors import InvariantError
+
+if TYPE_CHECKING:
+    from model.checkpoint import Weights
+    from model.config import ModelConfig
+
+WRONG_PASS = 2  # mr_forward: refused before anything was touched
+
+
+class BatchError(InvariantError):
+    """A batch that would read or write outside the pools, or twice. It was refused; rows and state are unchanged."""
+
+
+class NativeBackend:
+    """Runs the network on `threads` threads; results do not depend on their number, on batching or on chunking.
+
+    Every output is one ordered chain of fused multiply-adds, the KDA recurrence goes token by token and attention is
+    always absorbed, so prompt, decode, any cut and any resume agree bit for bit (DESIGN section 6).
+    Raises BackendUnavailable (no compiler, a shape the C++ code does not take), ModelError (weights that do not fit).
+    """
+
+    name = "native"
+
+    def __init__(self, config: ModelConfig, weights: Weights, threads: int = 1) -> None:
+        self.config = config
+        self._handle: int | None = None  # set first: __del__ runs even when the rest fails
+        self._lib = library()
+        if config.num_shared_experts < 1:
+            raise BackendUnavailable("the C++ backend needs at least one shared expert")
+        layers = range(config.num_layers)
+        kinds = bytes(config.is_mla(layer) | (layer < config.dense_layers) << 1 for layer in layers)
+        self._handle = self._lib.mr_create(ctypes.byref(network_shape(config)), kinds, threads)
+        if not self._handle:
+            raise BackendUnavailable(self._lib.mr_error().decode())
+        self._embedding = Loader(self._lib, self._handle, config, weights).load()
+        self._one_pass = threading.Lock()  # the C++ model's scratch serves one pass at a time
+
+    def __del__(self) -> None:
+        if self._handle:
+            self._lib.mr_destroy(self._handle)
+
+    @property
+    def isa(self) -> str:
+        """Which vectors the library was built for: avx512, avx2 or generic."""
+        return str(self._lib.mr_isa().decode())
+
+    @property
+    def weight_bytes(self) -> int:
+        """Packed weights, without the embedding table, which stays mapped from its file."""
+        return int(self._lib.mr_weight_bytes(self._handle))
+
+    def layout(self, block_tokens: int) -> PoolLayout:
+        return self.config.pool_layout(block_tokens)
+
+    def forward(self, segments: Sequence[Segment], rows: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
+        """See `Backend.forward`. Raises BatchError (nothing touched) or MemoryError (rows and state undefined)."""
+        layout = self._check_pools(rows, state)
+        ids, blocks = array("i"), array("i")
+        for segment in segments:
+            ids.extend(segment.ids)
+            blocks.extend(segment.blocks)
+        tokens = array("i", [len(s.ids) for s in segments])
+        num_blocks = array("i", [len(s.blocks) for s in segments])
+        start = array("q", [s.start for s in segments])
+        slot = array("i", [s.slot for s in segments])
+        logits = array("i", [LOGITS_MODES[s.logits] for s in segments])
+        out = torch.empty((sum(s.num_logits() for s in segments), self.config.vocab_size))
+        work = Pass(
+            len(segments), *(a.buffer_info()[0] for a in (ids, tokens, start, slot, logits, blocks, num_blocks)),
+            rows.data_ptr(), *rows.shape, state.data_ptr(), *state.shape, layout.block_tokens, out.data_ptr(),
+        )  # fmt: skip
+        with self._one_pass:
+            status = self._lib.mr_forward(self._handle, ctypes.byref(work))
+        if status:
+            raise (BatchError if status == WRONG_PASS else MemoryError)(self._lib.mr_error().decode())
+        return out
+
+    def profile(self, on: bool) -> dict[str, float]:
+        """Switch per-operation timing; return the seconds spent in each operation since the last call."""
+        seconds = (ctypes.c_double * len(Op))()
+        self._lib.mr_profile(self._handle, on, seconds)
+        return {op.name.lower(): seconds[op] for op in Op}
+
+    def _check_pools(self, rows: torch.Tensor, state: torch.Tensor) -> PoolLayout:
+        for name, pool in (("rows", rows), ("state", state)):
+            if pool.dtype != torch.float32 or pool.dim() != 2 or not pool.is_contiguous() or pool.device.type != "cpu":
+                raise BatchError(f"{name}: expected a contiguous two-dimensional fp32 CPU tensor")
+        one = self.layout(1)
+        block_tokens, rest = divmod(rows.shape[1], one.block_floats) if one.block_floats else (1, 0)
+        if rest or block_tokens < 1:
+            raise BatchError(f"rows: {rows.shape[1]} floats a block is no multiple of {one.block_floats} a token")
+        if state.shape[1] != one.slot_floats:
+            raise BatchError(f"state: expected {one.slot_floats} floats a slot, found {state.shape[1]}")
+        return self.layout(block_tokens)

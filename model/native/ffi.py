@@ -1,0 +1,165 @@
+"""The C interface of `api.cpp`, typed. Field order and enumerations mirror `network.h` and `matrix.h`."""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import POINTER, c_char_p, c_double, c_float, c_int32, c_int64, c_void_p
+from enum import IntEnum
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+
+from model.errors import BackendUnavailable
+from model.native.build import build
+
+_INTS = """vocab hidden num_layers heads q_lora kv_lora nope rope v_dim mla_gate kda_heads key_dim value_dim
+conv_kernel gate_rank full_rank_gate bounded_gate dense_inter experts top_k shared_inter expert_inter latent
+renormalize res_block situ""".split()
+_FLOATS = "eps lora_eps l2_eps gate_bound beta linear_beta routed_scale".split()
+
+
+class NetworkShape(ctypes.Structure):
+    """`Config` in network.h."""
+
+    _fields_ = [*((name, c_int32) for name in _INTS), *((name, c_float) for name in _FLOATS)]
+
+
+class Source(ctypes.Structure):
+    """One stored tensor or a part of it; element (r, c) is at r*row_stride + c*col_stride elements."""
+
+    _fields_ = (
+        ("data", c_void_p),
+        ("scale", c_void_p),
+        ("kind", c_int32),
+        ("rows", c_int32),
+        ("cols", c_int32),
+        ("row_stride", c_int64),
+        ("col_stride", c_int64),
+    )
+
+
+class Pass(ctypes.Structure):
+    _fields_ = (
+        ("num_segments", c_int32),
+        ("ids", c_void_p),
+        ("tokens", c_void_p),
+        ("start", c_void_p),
+        ("slot", c_void_p),
+        ("logits", c_void_p),
+        ("blocks", c_void_p),
+        ("num_blocks", c_void_p),
+        ("rows", c_void_p),
+        ("pool_blocks", c_int64),
+        ("block_floats", c_int64),
+        ("state", c_void_p),
+        ("pool_slots", c_int64),
+        ("slot_floats", c_int64),
+        ("block_tokens", c_int32),
+        ("out", c_void_p),
+    )
+
+
+class Kind(IntEnum):
+    F32, BF16, MX = range(3)
+
+
+class Join(IntEnum):
+    ROWS, COLUMNS, GLU = range(3)
+
+
+class Finish(IntEnum):
+    STORE, ADD, GATE, GLU = range(4)
+
+
+class MathFunction(IntEnum):
+    EXP, SIGMOID, TANH, SOFTPLUS = range(4)
+
+
+class MatrixSlot(IntEnum):
+    (
+        ATTN_IN, DECAY, GATE_B, ATTN_OUT, Q_B, KEY_UP, VALUE_UP, DENSE_IN, DENSE_OUT, FFN_IN, SHARED_IN, FFN_OUT,
+        EXPERT_IN, EXPERT_OUT, HEAD,
+    ) = range(15)  # fmt: skip
+
+
+class VectorSlot(IntEnum):
+    (
+        IN_NORM, POST_NORM, ATTN_RES, FFN_RES, CONV_Q, CONV_K, CONV_V, DECAY_RATE, DECAY_BIAS, OUT_NORM, QA_NORM,
+        KV_NORM, ROUTER_BIAS, ROUTED_NORM, FINAL_NORM, FINAL_RES,
+    ) = range(16)  # fmt: skip
+
+
+class Op(IntEnum):
+    (
+        EMBED, MIX, ATTN_IN, KDA_GATES, KDA, MLA_PREPARE, MLA_QUERY, MLA_ATTEND, MLA_VALUE, ATTN_OUT, FFN_IN, ROUTE,
+        EXPERT_IN, EXPERT_OUT, COMBINE, FFN_OUT, LOGITS,
+    ) = range(17)  # fmt: skip
+
+
+LOGITS_MODES = {"none": 0, "last": 1, "all": 2}
+
+_SIGNATURES: dict[str, tuple[object, list[object]]] = {
+    "mr_error": (c_char_p, []),
+    "mr_isa": (c_char_p, []),
+    "mr_create": (c_void_p, [POINTER(NetworkShape), c_char_p, c_int32]),
+    "mr_destroy": (None, [c_void_p]),
+    "mr_pack": (c_int32, [c_void_p, c_int32, c_int32, POINTER(Source), c_int32, c_int32]),
+    "mr_vector": (c_int32, [c_void_p, c_int32, c_int32, c_void_p, c_int64]),
+    "mr_embedding": (None, [c_void_p, c_void_p, c_int32]),
+    "mr_check": (c_int32, [c_void_p]),
+    "mr_forward": (c_int32, [c_void_p, POINTER(Pass)]),
+    "mr_profile": (None, [c_void_p, c_int32, POINTER(c_double)]),
+    "mr_weight_bytes": (c_int64, [c_void_p]),
+    "mr_op_gemm": (
+        c_int32,
+        [POINTER(Source), c_int32, c_int32, c_void_p, c_int32, c_void_p, c_int64, c_int32, c_void_p, c_int64]
+        + [c_void_p, c_int32],
+    ),
+    "mr_op_unpack": (c_int32, [POINTER(Source), c_int32, c_int32, c_void_p, POINTER(c_int32)]),
+    "mr_op_math": (None, [c_int32, c_void_p, c_void_p, c_int64]),
+    "mr_op_kda": (c_int32, [c_int32, c_int32, c_int32, *[c_void_p] * 7]),
+}
+
+
+@cache
+def library() -> ctypes.CDLL:
+    """Build if needed, load, and check once per process. Raises BackendUnavailable."""
+    return load(build())
+
+
+def load(path: Path) -> ctypes.CDLL:
+    """Bind a built library; a wrong answer to a small product (a miscompilation, a foreign CPU) refuses it."""
+    try:
+        lib = ctypes.CDLL(str(path))
+        for name, (result, arguments) in _SIGNATURES.items():
+            function = getattr(lib, name)
+            function.restype, function.argtypes = result, arguments
+    except (OSError, AttributeError) as error:
+        raise BackendUnavailable(f"{path} cannot be loaded: {error}") from error
+    _self_check(lib, path)
+    return lib
+
+
+def _self_check(lib: ctypes.CDLL, path: Path) -> None:
+    """Small integers in every weight kind multiply exactly, whatever the order of the sum."""
+    rng = np.random.default_rng(0)
+    a = rng.integers(-3, 4, (7, 64)).astype(np.float32)
+    codes = rng.integers(0, 16, (37, 64)).astype(np.uint8)
+    weights = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)[codes]
+    stored = {
+        Kind.F32: weights,
+        Kind.BF16: (weights.view(np.uint32) >> 16).astype(np.uint16),
+        Kind.MX: codes[:, 0::2] | codes[:, 1::2] << 4,
+    }
+    scale = np.full((37, 2), 127, np.uint8)
+    for kind, data in stored.items():
+        data = np.ascontiguousarray(data)
+        source = Source(data.ctypes.data, scale.ctypes.data, kind, 37, 64, 64, 1)
+        for m in (1, 7):
+            out = np.full((m, 37), np.nan, np.float32)
+            status = lib.mr_op_gemm(
+                ctypes.byref(source), 1, Join.ROWS, a.ctypes.data, m, out.ctypes.data, 37, Finish.STORE, None, 0, None, 1
+            )
+            if status or not np.array_equal(out, a[:m] @ weights.T):
+                raise BackendUnavailable(f"{path} multiplies {kind.name} weights wrongly on this machine")

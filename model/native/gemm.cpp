@@ -1,0 +1,213 @@
+#include "gemm.h"
+
+#include "mx.h"
+
+namespace mr {
+namespace {
+
+constexpr int kTileRows = 6;
+
+// Panels per kernel call by row count: enough independent chains to cover the latency of a fused multiply-add, as
+// few as the register file holds.
+constexpr int kWide[kTileRows + 1] = {0, 4, 2, kLanes == 16 ? 2 : 1, kLanes == 16 ? 2 : 1, kLanes == 16 ? 2 : 1,
+                                      kLanes == 16 ? 2 : 1};
+constexpr int kPrefetch = 1024;  // bytes ahead in each weight stream
+
+template <int R, int P>
+struct Acc { V v[R][P * 2]; };
+
+template <int R, int P>
+MR_INLINE void clear(Acc<R, P>& acc) {
+#pragma GCC unroll 6
+    for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
+        for (int i = 0; i < P * 2; ++i) acc.v[r][i] = zero();
+}
+
+template <int R, int P>
+MR_INLINE void step(Acc<R, P>& acc, int p, const float* const* a, int k, V low, V high) {
+#pragma GCC unroll 6
+    for (int r = 0; r < R; ++r) {
+        const V x = set1(a[r][k]);
+        acc.v[r][p * 2] = fma(x, low, acc.v[r][p * 2]);
+        acc.v[r][p * 2 + 1] = fma(x, high, acc.v[r][p * 2 + 1]);
+    }
+}
+
+template <int R, int P>
+MR_INLINE void accumulate_bf16(Acc<R, P>& acc, const float* const* a, const uint8_t* w, size_t panel_bytes, int K) {
+#pragma GCC unroll 2
+    for (int k = 0; k < K; ++k)
+#pragma GCC unroll 4
+        for (int p = 0; p < P; ++p) {
+            const uint8_t* at = w + size_t(p) * panel_bytes + size_t(k) * 4 * kLanes;
+            if (R <= 4) __builtin_prefetch(at + kPrefetch);
+            const I words = load_i(at);
+            step(acc, p, a, k, low_bf16(words), high_bf16(words));
+        }
+}
+
+template <int R, int P>
+MR_INLINE void accumulate_f32(Acc<R, P>& acc, const float* const* a, const uint8_t* w, size_t panel_bytes, int K) {
+#pragma GCC unroll 2
+    for (int k = 0; k < K; ++k)
+#pragma GCC unroll 4
+        for (int p = 0; p < P; ++p) {
+            const auto* at = reinterpret_cast<const float*>(w + size_t(p) * panel_bytes) + size_t(k) * kPanel;
+            if (R <= 4) __builtin_prefetch(at + kPrefetch / 4);
+            step(acc, p, a, k, load(at), load(at + kLanes));
+        }
+}
+
+template <int R, int P>
+MR_INLINE void accumulate_mx(Acc<R, P>& acc, const float* const* a, const uint8_t* w, size_t panel_bytes, int K) {
+    for (int g = 0; g < K / kMxGroup; ++g) {
+        V scale[P * 2];
+#pragma GCC unroll 4
+        for (int i = 0; i < P * 2; ++i)
+            scale[i] = mx_scale(w + size_t(i / 2) * panel_bytes + size_t(g) * kMxGroupBytes + (i % 2) * kLanes);
+        for (int q = 0; q < kMxQuads; ++q)
+#pragma GCC unroll 4
+            for (int p = 0; p < P; ++p) {
+                I words[4];
+                mx_quad(w + size_t(p) * panel_bytes + size_t(g) * kMxGroupBytes + kPanel + q * 4 * kLanes, words);
+#pragma GCC unroll 4
+                for (int i = 0; i < 4; ++i)
+                    step(acc, p, a, g * kMxGroup + q * 4 + i, mul(low_bf16(words[i]), scale[p * 2]),
+                         mul(high_bf16(words[i]), scale[p * 2 + 1]));
+            }
+    }
+}
+
+// The accumulated tile, [rows][panels * kPanel], goes where the job wants it.
+void finish(const GemmJob& job, const float* tile, int rows, int panels, int row0, int panel0) {
+    const int outputs = job.w->panel_outputs(), first = panel0 * outputs;
+    const int count = min_int(panels * outputs, job.w->n - first);
+    for (int r = 0; r < rows; ++r, tile += panels * kPanel) {
+        float* c = job.c + ptrdiff_t(row0 + r) * job.ldc + first;
+        const float* d = job.d ? job.d + ptrdiff_t(row0 + r) * job.ldd + first : nullptr;
+        for (int i = 0; i < count; i += kLanes) {
+            const int n = min_int(kLanes, count - i);
+            V x;
+            switch (job.finish) {
+                case Finish::kAdd: x = add(n == kLanes ? load(d + i) : load_n(d + i, n), load(tile + i)); break;
+                case Finish::kGate:
+                    x = mul(load(tile + i), sigmoid(n == kLanes ? load(d + i) : load_n(d + i, n)));
+                    break;
+                case Finish::kGlu: x = gated(job.act, load(tile + 2 * i), load(tile + 2 * i + kLanes)); break;
+                default: x = load(tile + i);
+            }
+            if (n == kLanes) store(c + i, x);
+            else store_n(c + i, x, n);
+        }
+    }
+}
+
+template <int R, int P>
+void tile(const GemmJob& job, Kind kind, const uint8_t* w, int row0, int panel0) {
+    const float* a[R];
+    for (int r = 0; r < R; ++r) a[r] = job.a + ptrdiff_t(job.rows ? job.rows[row0 + r] : row0 + r) * job.lda;
+    const Matrix& m = *job.w;
+    Acc<R, P> acc;
+    clear(acc);
+    if (kind == Kind::kBf16) accumulate_bf16(acc, a, w, m.panel_bytes, m.k);
+    else if (kind == Kind::kF32) accumulate_f32(acc, a, w, m.panel_bytes, m.k);
+    else accumulate_mx(acc, a, w, m.panel_bytes, m.k);
+    alignas(64) float out[R * P * kPanel];
+    for (int r = 0; r < R; ++r)
+        for (int i = 0; i < P * 2; ++i) store(out + (r * P * 2 + i) * kLanes, acc.v[r][i]);
+    finish(job, out, R, P, row0, panel0);
+}
+
+// All panels of [panel0, panel1) for R rows.
+template <int R>
+void strip(const GemmJob& job, int row0, int panel0, int panel1) {
+    const Kind kind = job.w->kind;
+    constexpr int wide = kWide[R];
+    int p = panel0;
+    if constexpr (wide >= 4)
+        for (; p + 4 <= panel1; p += 4) tile<R, 4>(job, kind, job.w->panel(p), row0, p);
+    if constexpr (wide >= 2)
+        for (; p + 2 <= panel1; p += 2) tile<R, 2>(job, kind, job.w->panel(p), row0, p);
+    for (; p < panel1; ++p) tile<R, 1>(job, kind, job.w->panel(p), row0, p);
+}
+
+void strip(const GemmJob& job, int rows, int row0, int panel0, int panel1) {
+    switch (rows) {
+        case 1: return strip<1>(job, row0, panel0, panel1);
+        case 2: return strip<2>(job, row0, panel0, panel1);
+        case 3: return strip<3>(job, row0, panel0, panel1);
+        case 4: return strip<4>(job, row0, panel0, panel1);
+        case 5: return strip<5>(job, row0, panel0, panel1);
+        default: return strip<6>(job, row0, panel0, panel1);
+    }
+}
+
+// A block of rows stays in the second-level cache while the panels stream past it.
+int block_rows(int k) {
+    const int fit = int((size_t(384) << 10) / (size_t(k) * 4)) / kTileRows * kTileRows;
+    return fit < 24 ? 24 : fit > 120 ? 120 : fit;
+}
+
+}  // namespace
+
+void Gemm::execute(const Task& t, int thread) {
+    const GemmJob& job = *t.job;
+    const int rows = t.row1 - t.row0;
+    if (rows <= kTileRows) return strip(job, rows, t.row0, t.panel0, t.panel1);
+    std::vector<uint8_t>& widened = widened_[size_t(thread)];
+    const Matrix& m = *job.w;
+    if (m.kind == Kind::kMx) widened.resize(size_t(m.k) * kPanel * 2);
+    constexpr int wide = kWide[kTileRows];
+    for (int p = t.panel0; p < t.panel1; p += wide) {
+        const int q = min_int(p + wide, t.panel1);
+        if (m.kind == Kind::kMx) {
+            // Widen the panel once and run the bf16 kernel on it: the same weights, so the same bits.
+            Matrix one = m;
+            one.kind = Kind::kBf16;
+            one.panel_bytes = size_t(m.k) * kPanel * 2;
+            for (int i = p; i < q; ++i) {
+                mx_to_bf16(m.panel(i), m.k, widened.data());
+                one.data = widened.data() - size_t(i) * one.panel_bytes;
+                GemmJob narrow = job;
+                narrow.w = &one;
+                for (int r = t.row0; r < t.row1; r += kTileRows)
+                    strip(narrow, min_int(kTileRows, t.row1 - r), r, i, i + 1);
+            }
+            continue;
+        }
+        for (int r = t.row0; r < t.row1; r += kTileRows) strip(job, min_int(kTileRows, t.row1 - r), r, p, q);
+    }
+}
+
+void Gemm::split(const GemmJob& job, double target) {
+    const int block = block_rows(job.w->k), blocks = (job.m + block - 1) / block;
+    for (int b = 0; b < blocks; ++b) {
+        const int row0 = job.m / blocks * b + min_int(b, job.m % blocks);
+        const int row1 = row0 + job.m / blocks + (b < job.m % blocks);
+        const double panel_cost = double(row1 - row0) * job.w->k * kPanel;
+        int step = int(target / panel_cost) / 4 * 4;
+        if (step < 4) step = 4;
+        for (int p = 0; p < job.w->panels; p += step)
+            tasks_.push_back({&job, p, min_int(p + step, job.w->panels), row0, row1});
+    }
+}
+
+void Gemm::run(const GemmJob* jobs, int num_jobs) {
+    constexpr double kSmallest = 32768;  // multiply-adds worth handing to another thread
+    double total = 0;
+    for (int i = 0; i < num_jobs; ++i) total += double(jobs[i].m) * jobs[i].w->k * jobs[i].w->panels * kPanel;
+    const int threads = pool_.threads();
+    double target = total;
+    if (threads > 1 && total > 2 * kSmallest) target = total / (threads * 4) > kSmallest ? total / (threads * 4) : kSmallest;
+    tasks_.clear();
+    for (int i = 0; i < num_jobs; ++i)
+        if (jobs[i].m > 0) split(jobs[i], target);
+    if (target >= total) {
+        for (const Task& t : tasks_) execute(t, 0);
+        return;
+    }
+    pool_.run(int(tasks_.size()), [this](int task, int thread) { execute(tasks_[size_t(task)], thread); });
+}
+
+}  // namespace mr

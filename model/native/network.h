@@ -1,0 +1,174 @@
+// The whole text network over a ragged batch: what is loaded once (Model), what one pass works on (Batch, Scratch),
+// and the parts that pass through them. model/batch.py describes the pools.
+#pragma once
+
+#include <chrono>
+#include <functional>
+#include <vector>
+
+#include "gemm.h"
+#include "matrix.h"
+#include "pool.h"
+
+namespace mr {
+
+// Mirrored by ffi.py, field by field. Zero means absent where a part is optional.
+struct Config {
+    int32_t vocab, hidden, num_layers;
+    int32_t heads, q_lora, kv_lora, nope, rope, v_dim, mla_gate;
+    int32_t kda_heads, key_dim, value_dim, conv_kernel, gate_rank, full_rank_gate, bounded_gate;
+    int32_t dense_inter, experts, top_k, shared_inter, expert_inter, latent, renormalize;
+    int32_t res_block, situ;
+    float eps, lora_eps, l2_eps, gate_bound, beta, linear_beta, routed_scale;
+
+    int row_width() const { return kv_lora + rope; }
+    int q_width() const { return heads * (nope + rope); }
+    int keys() const { return kda_heads * key_dim; }
+    int values() const { return kda_heads * value_dim; }
+    int expert_size() const { return latent ? latent : hidden; }
+};
+
+enum class MatrixSlot : int {  // mirrored by ffi.py
+    kAttnIn,     // KDA: q k v, g or g_a, f_a, b; MLA: q_a or q, kv_a, g
+    kDecay,      // f_b
+    kGateB,      // g_b
+    kAttnOut,    // o
+    kQb,         // q_b
+    kKeyUp,      // per MLA head: latent from q_nope
+    kValueUp,    // per MLA head: v from latent
+    kDenseIn,    // gate, up
+    kDenseOut,   // down
+    kFfnIn,      // router, latent down
+    kSharedIn,   // gate, up
+    kFfnOut,     // latent up beside shared down; without a latent, shared down
+    kExpertIn,   // per expert: w1, w3
+    kExpertOut,  // per expert: w2
+    kHead,       // lm_head
+    kCount,
+};
+
+enum class VectorSlot : int {  // mirrored by ffi.py
+    kInNorm, kPostNorm, kAttnRes, kFfnRes, kConvQ, kConvK, kConvV, kDecayRate, kDecayBias, kOutNorm, kQaNorm, kKvNorm,
+    kRouterBias, kRoutedNorm, kFinalNorm, kFinalRes, kCount,
+};
+
+struct Layer {
+    bool mla = false, dense = false;
+    int index = 0;  // among the layers of its kind, as the pools count them
+    std::vector<Matrix> matrices[int(MatrixSlot::kCount)];
+    std::vector<float> vectors[int(VectorSlot::kCount)];
+
+    const Matrix& matrix(MatrixSlot s, int i = 0) const { return matrices[int(s)][size_t(i)]; }
+    const float* vector(VectorSlot s) const { return vectors[int(s)].data(); }
+};
+
+enum LogitsMode : int32_t { kNoLogits, kLastLogits, kAllLogits };  // mirrored by ffi.py
+
+struct Segment {
+    int row0, tokens;  // rows of this pass
+    int64_t start;     // tokens already consumed
+    int32_t slot, logits;
+    const int32_t* blocks;
+    int num_logits() const { return logits == kAllLogits ? tokens : logits == kLastLogits; }
+};
+
+struct Batch {
+    std::vector<Segment> segments;
+    const int32_t* ids = nullptr;
+    int rows = 0;
+    float* pool_rows = nullptr;
+    int64_t block_floats = 0;
+    int block_tokens = 0;
+    float* pool_state = nullptr;
+    int64_t slot_floats = 0;
+    float* logits = nullptr;
+
+    float* row(const Segment& s, const Config& c, int mla_index, int64_t position) const {
+        return pool_rows + s.blocks[position / block_tokens] * block_floats +
+               (int64_t(mla_index) * block_tokens + position % block_tokens) * c.row_width();
+    }
+};
+
+// Buffers of one pass, all [rows][stride] with strides of whole 16 floats. They grow to the largest pass seen, which
+// `kMaxRows` bounds: longer batches run in tiles, which changes no bit.
+constexpr int kMaxRows = 512;
+constexpr int kMaxTaps = 8;  // of the short convolutions
+
+struct Buffer {
+    float* data = nullptr;
+    ptrdiff_t stride = 0;
+    float* row(int64_t r) const { return data + r * stride; }
+};
+
+struct Scratch {
+    std::vector<Buffer> residual;  // AttnRes blocks, then the running prefix sum
+    Buffer x, in, decay, gate, mixed, q, q_latent, o_latent, ffn, joined, act, expert, wide;
+    std::vector<int32_t> chosen, place, order, first, cursor;  // routing: see moe.cpp
+    std::vector<float> weight;
+};
+
+enum class Op : int {  // mirrored by ffi.py
+    kEmbed, kMix, kAttnIn, kKdaGates, kKda, kMlaPrepare, kMlaQuery, kMlaAttend, kMlaValue, kAttnOut, kFfnIn, kRoute,
+    kExpertIn, kExpertOut, kCombine, kFfnOut, kLogits, kCount,
+};
+
+class Model {
+public:
+    Model(const Config& config, const uint8_t* layer_kinds, int threads);
+
+    void forward(const Batch& batch);  // at most kMaxRows rows
+    void check() const;                // throws std::runtime_error naming a missing or misshapen weight
+
+    const Config config;
+    Arena arena;
+    Pool pool;
+    Gemm gemm;
+    std::vector<Layer> layers;
+    int num_mla = 0, num_kda = 0;
+    Layer globals;
+    const void* embedding = nullptr;
+    Kind embedding_kind = Kind::kF32;
+    bool profiling = false;
+    double seconds[int(Op::kCount)] = {};
+
+private:
+    void reserve(int rows);
+    void for_rows(int rows, const std::function<void(int)>& f);
+    int num_blocks() const { return config.res_block ? (config.num_layers + config.res_block - 1) / config.res_block : 0; }
+    void embed(const Batch& batch);
+    void mix_norm_row(int from, int to, int blocks, const float* mix, const float* norm);
+    void mix_norm(int rows, int blocks, const float* mix, const float* norm);
+    void kda(const Layer& layer, const Batch& batch);
+    void kda_head(const Layer& layer, const Batch& batch, const Segment& s, int head, std::vector<float>& scratch);
+    void mla(const Layer& layer, const Batch& batch);
+    void mla_prepare(const Layer& layer, const Batch& batch);
+    void mla_queries(const Layer& layer, int rows);
+    void mla_attend(const Layer& layer, const Batch& batch);
+    void dense(const Layer& layer, int rows, float* h);
+    void moe(const Layer& layer, int rows, float* h);
+    void route(const Layer& layer, int rows);
+    void logits(const Batch& batch, int blocks);
+
+    template <class F>
+    void timed(Op op, const F& f) {
+        if (!profiling) return f();
+        const auto begin = std::chrono::steady_clock::now();
+        f();
+        seconds[int(op)] += std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
+    }
+
+    Activation act_;
+    Scratch s_;
+    std::vector<float> memory_;
+    std::vector<std::vector<float>> thread_scratch_;
+    std::vector<GemmJob> jobs_;
+    int reserved_rows_ = 0;
+};
+
+// KDA's recurrence for one head over `tokens` tokens; the state [keys][values] is updated in place. q (scaled), k and
+// alpha = exp(g) are [tokens][keys]; v and out [tokens][stride], stride a multiple of 16, columns past `values`
+// undefined. `work` holds tokens*keys + keys*kLanes floats.
+void kda_recurrence(float* state, int keys, int values, int tokens, const float* q, const float* k, const float* alpha,
+                    const float* beta, const float* v, float* out, ptrdiff_t stride, float* work);
+
+}  // namespace mr

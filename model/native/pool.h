@@ -1,0 +1,57 @@
+// A few persistent threads. `run(n, f)` calls f(task, thread) for every task in [0, n) and returns when all are done;
+// the caller works too, so one thread means no other thread and no atomic operation at all.
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <cstdint>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+namespace mr {
+
+class Pool {
+public:
+    explicit Pool(int threads);
+    ~Pool();
+    Pool(const Pool&) = delete;
+    Pool& operator=(const Pool&) = delete;
+
+    int threads() const { return threads_; }
+
+    template <class F>
+    void run(int tasks, const F& f) {
+        if (tasks <= 0) return;
+        if (threads_ == 1 || tasks == 1) {
+            for (int i = 0; i < tasks; ++i) f(i, 0);
+            return;
+        }
+        dispatch(tasks, [](const void* ctx, int task, int thread) { (*static_cast<const F*>(ctx))(task, thread); }, &f);
+    }
+
+private:
+    using Call = void (*)(const void* ctx, int task, int thread);
+
+    void dispatch(int tasks, Call call, const void* ctx);
+    void worker(int thread);
+    bool work(int thread);  // claims tasks until none is left; false if there was none
+    bool ready() const;
+
+    const int threads_;
+    // One word holds the whole claim state, tasks << 32 | next, so that a late worker can never mistake one job's
+    // index for another's: a claimed index below the task count of the same word belongs to the job now published,
+    // and that job cannot end, nor be replaced, before the claimed task is done.
+    alignas(64) std::atomic<uint64_t> ticket_{0};
+    std::atomic<Call> call_{nullptr};
+    std::atomic<const void*> ctx_{nullptr};
+    alignas(64) std::atomic<int> pending_{0};
+    alignas(64) std::atomic<int> sleepers_{0};
+    std::atomic<bool> stop_{false};
+    std::mutex mutex_;
+    std::condition_variable wake_, done_;
+    bool caller_waits_ = false;
+    std::vector<std::thread> workers_;
+};
+
+}  // namespace mr
