@@ -1,15 +1,16 @@
 """What the engine promises to its workers: values and events. Torch-free.
 
 `engine.engine.Engine` runs one thread that owns the model; every method named here may be called from any thread,
-and `emit` is called on the engine's thread (an asyncio edge hands over with `loop.call_soon_threadsafe`).
+and `emit` is called on the engine's thread (an asyncio edge hands over with `loop.call_soon_threadsafe`); it must not raise.
+A reservation is its caller's until `release`, whatever becomes of the sequences run on it.
 
     Engine(backend, settings)          .rows [num_blocks, block_floats], .state [num_slots, slot_floats]: the pools
-    start(), stop()
+    start(), warm(), stop()            stop fails what still lives with Unavailable
     reserve(tokens) -> Reservation     blocks for `tokens` and one slot, or raises Overloaded; never waits
     submit(spec, reservation, emit)    queues the sequence; raises Overloaded past queue_len_max
     cancel(request_id)                 ends it with Finished(cancelled); unknown ids are ignored
-    release(reservation)               idempotent; takes effect once no running step uses the memory
-    release_snapshot(slot)
+    release(reservation)               idempotent; cancels a live sequence; takes effect once no running step uses it
+    release_snapshot(slot)             exactly once per SnapshotTaken
     stats() -> EngineStats, check()    budgets balance; run when idle
 """
 

@@ -1,0 +1,35 @@
+"""The engine's settings; a worker's own settings struct builds one of these."""
+
+from __future__ import annotations
+
+import msgspec
+
+from moonrelay.errors import SettingsError
+
+TILE_TOKENS = 64  # a prompt may be cut only at multiples of this, or results would depend on the cut (DESIGN 3)
+
+
+class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Budgets of one engine. Blocks and slots untouched so far cost no memory."""
+
+    block_tokens: int = 64
+    num_blocks: int = 4096
+    num_slots: int = 64  # sequences and snapshots together
+    max_batch_tokens: int = 512  # per step, decoding sequences' tokens included
+    prefill_share_tokens: int = 128  # prompt tokens per step while others decode: bounds the gap between their tokens
+    max_batch_sequences: int = 32  # how many may be in steps at once; the rest wait, first come first served
+    queue_len_max: int = 256
+
+    def __post_init__(self) -> None:
+        for name in self.__struct_fields__:
+            if getattr(self, name) < (0 if name == "queue_len_max" else 1):
+                raise SettingsError(f"{name} must be positive, found {getattr(self, name)}")
+        if self.block_tokens % TILE_TOKENS:
+            raise SettingsError(f"block_tokens must be a multiple of {TILE_TOKENS}, found {self.block_tokens}")
+        if self.prefill_share_tokens < TILE_TOKENS:
+            raise SettingsError(f"prefill_share_tokens below {TILE_TOKENS} would starve prompts")
+        if self.max_batch_tokens < self.max_batch_sequences + TILE_TOKENS:
+            raise SettingsError(
+                f"max_batch_tokens must hold max_batch_sequences decoding tokens and {TILE_TOKENS} of a prompt: "
+                f"at least {self.max_batch_sequences + TILE_TOKENS}, found {self.max_batch_tokens}"
+            )
