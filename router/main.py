@@ -1,0 +1,117 @@
+"""`moonrelay router`: settings to a running router, and back to nothing in order."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import signal
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import uvloop
+from moonrelay.membership import Load, Member, Membership
+from moonrelay.valkey import check_policy, connect
+
+from model.config import load_config
+from model.tokenizer import Tokenizer, tokenizer_revision
+from moonrelay import settings as settings_module
+from moonrelay.errors import SettingsError
+from moonrelay.log import configure
+from router.cluster import ClusterIndex, MemberFleet
+from router.frontend import Frontends, start
+from router.service import ServedModel
+from router.settings import RouterSettings
+
+log = logging.getLogger(__name__)
+
+
+def main(argv: Sequence[str]) -> int:
+    settings = settings_module.load(RouterSettings, argv, prog="moonrelay router")
+    configure("router", settings.log_level)
+    print(json.dumps(settings_module.redacted(settings)), flush=True)
+    model = load_model(settings)
+    return uvloop.run(run(settings, model))
+
+
+def load_model(settings: RouterSettings) -> ServedModel:
+    """Tokenizer and context length of the model's folder. Raises: SettingsError."""
+    folder = Path(settings.model_dir)
+    try:
+        tokenizer, config = Tokenizer.load(folder), load_config(folder)
+    except ValueError as error:  # TokenizerError, ModelError: they name the file
+        raise SettingsError(f"model_dir: {error}") from None
+    name = settings.served_model_name or folder.resolve().name
+    return ServedModel(name=name, tokenizer=tokenizer, context_len=config.context_len, created=int(time.time()))
+
+
+async def run(settings: RouterSettings, model: ServedModel) -> int:
+    """Serve until told to stop; returns the exit status: 0 told to stop, 1 a promise of our own was broken."""
+    redis = connect(settings.redis_url)
+    await check_policy(redis)
+    membership = Membership(redis, settings.cluster)
+    stop = asyncio.Event()
+    broken: list[BaseException] = []
+
+    def on_fatal(error: BaseException) -> None:
+        broken.append(error)
+        stop.set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    epoch = await membership.next_epoch()
+    async with asyncio.TaskGroup() as group:
+        beating = group.create_task(membership.run())
+        fleet = MemberFleet(membership, tokenizer_revision(Path(settings.model_dir)))
+        index = ClusterIndex(redis, membership, settings.rpc_timeout_ms / 1e3)
+        frontends = await start(settings, model, fleet, index, group, on_fatal)
+        await membership.join(member(settings, frontends, epoch))
+        watch = group.create_task(frontends.watch())
+        write_ready_file(settings, frontends, epoch)
+        log.info("ready", extra={"http": frontends.http, "grpc": frontends.grpc, "epoch": epoch})
+        await stop.wait()
+        log.info("stopping", extra={"in_flight": frontends.service.admission.in_flight})
+        membership.update(state="draining")
+        watch.cancel()
+        await frontends.drain(0 if broken else settings.drain_ms / 1e3)
+        await membership.leave()
+        beating.cancel()
+    await redis.aclose()
+    return 1 if broken else 0
+
+
+def member(settings: RouterSettings, frontends: Frontends, epoch: int) -> Member:
+    return Member(
+        instance_id=settings.instance_id,
+        role="router",
+        epoch=epoch,
+        grpc_address=frontends.grpc,
+        http_address=frontends.http,
+        fingerprint=None,
+        layout=None,
+        peer=b"",
+        model=frontends.service.model.name,
+        max_context=frontends.service.model.context_len,
+        state="ready",
+        load=Load(),
+    )
+
+
+def write_ready_file(settings: RouterSettings, frontends: Frontends, epoch: int) -> None:
+    """Written whole, once, for whoever started us."""
+    if not settings.ready_file:
+        return
+    ready = {
+        "instance_id": settings.instance_id,
+        "pid": os.getpid(),
+        "epoch": epoch,
+        "http": frontends.http,
+        "grpc": frontends.grpc,
+        "metrics": f"{frontends.http}/metrics",
+    }
+    target = Path(settings.ready_file)
+    scratch = target.with_suffix(target.suffix + ".tmp")
+    scratch.write_text(json.dumps(ready))
+    scratch.rename(target)

@@ -1,0 +1,221 @@
+"""One request's generation: what it may still produce, what it has produced, how it ended."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar, Literal, Protocol
+
+from moonrelay.errors import ServeError
+from moonrelay.stubs.v1 import common_pb2
+from router.core import CacheAccount, WorkerKey
+from router.edge import sampled
+from router.metrics import RouterMetrics
+from router.output import Output, Piece
+from router.prompt import Prompt
+from router.schema import GenerationRequest
+
+FinishReason = Literal["stop", "length", "tool_calls"]
+
+
+class ClientGone(ServeError):
+    """Nobody is left to answer."""
+
+    code: ClassVar[str] = "client_gone"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """How a request came in. Units: `deadline_s` on the event loop's clock; `size` is the request's bytes.
+
+    `request_id` may be the client's, and then need not be unique; `answer_id` always is.
+    """
+
+    request_id: str
+    deadline_s: float
+    arrived_s: float = field(default_factory=time.perf_counter)
+    answer_id: str = field(default_factory=lambda: secrets.token_hex(12))
+    tenant: str = ""
+    size: int = 0
+    explain: bool = False
+
+
+class Sink(Protocol):
+    """Where a request's answer goes."""
+
+    def accepted(self, prompt_ids: Sequence[int]) -> None:
+        """The prompt is known and fits; called once, before anything is emitted."""
+        ...
+
+    async def emit(self, piece: Piece) -> None: ...
+
+
+@dataclass(slots=True)
+class Served:
+    """Who served a request and what it took: shown to a client that asks for an explanation."""
+
+    prefill: str | None = None
+    decode: str | None = None
+    transport: str | None = None
+    handoff_bytes: int = 0
+    pull_seconds: float = 0.0
+    verify_seconds: float = 0.0
+    prefill_seconds: float = 0.0
+    queue_seconds: float = 0.0
+    retries: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """The one good end of a request."""
+
+    finish_reason: FinishReason
+    completion_tokens: int
+    reasoning_tokens: int
+    account: CacheAccount
+    served: Served
+
+
+class Turn:
+    """A generation in progress, over as many workers as it takes.
+
+    Invariants: what has been emitted is what `generated` says; len(generated) <= max_tokens; `ended` once, for ever.
+    """
+
+    def __init__(
+        self,
+        *,
+        request: GenerationRequest,
+        call: Call,
+        prompt: Prompt,
+        max_tokens: int,
+        seed: int,
+        stop_ids: tuple[int, ...],
+        output: Output,
+        sink: Sink,
+        metrics: RouterMetrics,
+    ) -> None:
+        self.request = request
+        self.call = call
+        self.prompt = prompt
+        self.max_tokens = max_tokens
+        self.generated: list[int] = []
+        self.account: CacheAccount | None = None  # of the client's prompt: the first attempt's that got so far
+        self.served = Served()
+        self.emitting = False
+        self.attempts = 0  # that failed: `retries` before the first token, `recoveries` after it, or never arrived
+        self.retries = 0
+        self.recoveries = 0
+        self.full: set[WorkerKey] = set()
+        self.failed: set[WorkerKey] = set()  # passed over as long as there are others
+        self.queue_until_s: float | None = None
+        self._seed = seed
+        self._stop_ids = stop_ids
+        self._output = output
+        self._sink = sink
+        self._metrics = metrics
+        self._reason: Literal["stop", "length"] | None = None
+        self._last_s = 0.0
+        self._keep_tokens = request.top_logprobs is not None or request.return_token_ids
+
+    @property
+    def ended(self) -> bool:
+        return self._reason is not None
+
+    @property
+    def ids(self) -> list[int]:
+        """What a worker that takes over must have consumed."""
+        return self.prompt.ids + self.generated if self.generated else self.prompt.ids
+
+    @property
+    def remaining(self) -> int:
+        return self.max_tokens - len(self.generated)
+
+    def new_work_id(self) -> str:
+        """What workers call the next attempt: never the same twice, readable beside our own log."""
+        return f"{self.call.request_id}.{secrets.token_hex(6)}"
+
+    def sampling(self) -> common_pb2.Sampling:
+        """Random numbers depend on seed, choice and position alone, so a replay draws what was drawn before."""
+        request = self.request
+        return common_pb2.Sampling(
+            temperature=request.temperature,
+            top_p=request.top_p,
+            top_k=request.top_k,
+            seed=self._seed,
+            max_tokens=self.remaining,
+            stop_token_ids=self._stop_ids,
+            top_logprobs=request.top_logprobs,
+        )
+
+    async def take(self, tokens: Sequence[common_pb2.Token]) -> None:
+        """Count tokens and pass on what they say. A stop string ends the turn at the token that completes it."""
+        if not tokens or self.ended:
+            return
+        self._time(len(tokens))
+        piece = self._one_by_one(tokens) if self.request.stop else self._together(tokens)
+        await self._emit(piece)
+
+    def end(self, reason: int) -> None:
+        """The worker says why it stopped (a FinishReason of the wire)."""
+        if not self.ended:
+            self._reason = "stop" if reason == common_pb2.FINISH_REASON_STOP else "length"
+
+    def end_if_complete(self) -> None:
+        """Nothing is left to generate, although the worker did not live to say so."""
+        if self.generated and self.generated[-1] in self._stop_ids:
+            self._reason = self._reason or "stop"
+        elif self.remaining <= 0:
+            self._reason = self._reason or "length"
+
+    async def finish(self) -> Result:
+        """Emit what was held back and sum up."""
+        assert self._reason is not None and self.account is not None
+        await self._emit(self._output.finish())
+        self._metrics.generation_tokens.inc(len(self.generated))
+        calls = self._output.called_tools and self._reason == "stop" and not self._output.stopped
+        return Result(
+            finish_reason="tool_calls" if calls else self._reason,
+            completion_tokens=len(self.generated),
+            reasoning_tokens=self._output.reasoning_tokens,
+            account=self.account,
+            served=self.served,
+        )
+
+    def _together(self, tokens: Sequence[common_pb2.Token]) -> Piece:
+        kept = tokens[: self.remaining]
+        ids = [token.id for token in kept]
+        self.generated += ids
+        piece = self._output.push(ids)
+        if self._keep_tokens:
+            piece.tokens = sampled(kept)
+        return piece
+
+    def _one_by_one(self, tokens: Sequence[common_pb2.Token]) -> Piece:
+        whole = Piece()
+        for index in range(len(tokens)):
+            piece = self._together(tokens[index : index + 1])
+            whole.reasoning += piece.reasoning
+            whole.content += piece.content
+            whole.calls += piece.calls
+            whole.tokens += piece.tokens
+            if self._output.stopped:
+                self._reason = "stop"
+                break
+        return whole
+
+    async def _emit(self, piece: Piece) -> None:
+        if piece:
+            self.emitting = True
+            await self._sink.emit(piece)
+            self.emitting = False
+
+    def _time(self, num_tokens: int) -> None:
+        now_s = time.perf_counter()
+        if self._last_s:
+            self._metrics.itl.observe((now_s - self._last_s) / num_tokens)
+        else:
+            self._metrics.ttft.observe(now_s - self.call.arrived_s)
+        self._last_s = now_s
