@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch
 
 from model.backend import load_backend
 from model.batch import Backend, Segment
+from model.config import load_config
 from model.errors import BackendUnavailable, ModelError
 
 BLOCK_TOKENS = 64
@@ -28,13 +30,14 @@ def main(argv: Sequence[str]) -> int:
     args = _parser().parse_args(argv)
     try:
         ids = _read_ids(args.ids, args.ids_file)
+        config = load_config(args.model_dir)
+        _check_ids(ids, config.vocab_size, config.context_len)
         backend = load_backend(args.model_dir, kind=args.backend, threads=args.threads, numerics="invariant")
-        _check_ids(ids, backend.config.vocab_size, backend.config.context_len)
-        _write(args.out, logits_by_chunk(backend, ids), len(ids), backend.config.vocab_size)
+        _write(args.out, logits_by_chunk(backend, ids), len(ids), config.vocab_size)
     except (_UsageError, ModelError, BackendUnavailable, OSError) as error:
         print(f"moonrelay logits: {error}", file=sys.stderr)
         return 2
-    print(f"{args.out}: logits F32 [{len(ids)}, {backend.config.vocab_size}] by the {backend.name} backend")
+    print(f"{args.out}: logits F32 [{len(ids)}, {config.vocab_size}] by the {backend.name} backend")
     return 0
 
 
@@ -74,10 +77,10 @@ def _read_ids(text: str | None, file: Path | None) -> list[int]:
     words = text.replace(",", " ").split()
     if not words:
         raise _UsageError(f"{file or '--ids'}: expected at least one token id, found none")
-    try:
-        return [int(word) for word in words]
-    except ValueError as error:
-        raise _UsageError(f"{file or '--ids'}: expected integers, found {error.args[0].split(': ')[-1]}") from error
+    for word in words:
+        if not re.fullmatch("-?[0-9]{1,40}", word):
+            raise _UsageError(f"{file or '--ids'}: expected integers, found {word[:40]!r}")
+    return [int(word) for word in words]
 
 
 def _check_ids(ids: Sequence[int], vocab_size: int, context_len: int) -> None:

@@ -65,8 +65,11 @@ def _tile(
 
 
 def _head_first(x: torch.Tensor) -> torch.Tensor:
-    """[B,T,H,D] to [B,H,64,D], filled with zeros: tokens that change nothing."""
-    return F.pad(x.transpose(1, 2), (0, 0, 0, TILE - x.shape[1]))
+    """[B,T,H,D] to [B,H,64,D], filled with zeros: tokens that change nothing.
+
+    Always contiguous: over another memory order torch's sums run in another order too.
+    """
+    return F.pad(x.transpose(1, 2), (0, 0, 0, TILE - x.shape[1])).contiguous()
 
 
 def _pair_products(q: torch.Tensor, k: torch.Tensor, total: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 
 COLUMN_MULTIPLE = 16
 ROWS_PER_THREAD = 4
+INNER_MIN = 8  # below, torch multiplies the smallest batches by a loop of its own, the others by the BLAS
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +59,8 @@ def matmul(a: torch.Tensor, b: torch.Tensor, row_multiple: int) -> torch.Tensor:
     Shapes: a [..., M, K]; b [..., K, N]; result [..., M, N], all fp32.
     """
     rows, columns = a.shape[-2], b.shape[-1]
+    if a.shape[-1] < INNER_MIN:
+        a, b = _pad(a, -1, INNER_MIN), _pad(b, -2, INNER_MIN)
     product = _pad(a, -2, row_multiple) @ _pad(b, -1, COLUMN_MULTIPLE)
     return product[..., :rows, :columns]
 
