@@ -1,0 +1,1 @@
+"""Training of the small model k3-nano: corpus, network, run, export and evaluation."""

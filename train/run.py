@@ -1,0 +1,260 @@
+"""One training run: batches, steps, schedule, checkpoints, progress. Resumable at every checkpoint."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from model.tokenizer import Tokenizer
+from train import data, nano
+from train.experts import mxfp4_round
+from train.loss import cross_entropy
+from train.network import Network, Shape
+from train.optimizer import Optimizer
+
+STATE_FILE = "state.pt"
+LOG_FILE = "log.jsonl"
+WARMUP_STEPS = 20
+FINAL_RATE = 0.02
+BALANCE_RATE = 0.01  # of the router bias, per step, at full rate
+BIAS = ".e_score_correction_bias"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """What a run is told. The budget is whichever of tokens and minutes is used up first."""
+
+    work: Path
+    folder: Path
+    copy_to: Path | None
+    vocabulary: Path
+    tokens: int | None
+    minutes: float | None
+    decay: float = 0.3
+    batch_rows: int = 2
+    chat_share: float = 0.15
+    chat_share_decay: float = 0.25
+    seed: int = 0
+    compiled: bool = True
+    checkpoint_s: float = 300.0
+    validate_steps: int = 100
+    validation_rows: int = 8
+
+
+class Run:
+    """A run's state: parameters, optimiser, and how far it has come."""
+
+    def __init__(self, settings: Settings, config: dict[str, Any] | None = None) -> None:
+        self.settings = settings
+        self.tokenizer = Tokenizer.load(settings.vocabulary)
+        self.config = config or nano.config(self.tokenizer.num_ranks)
+        shape = Shape.of(self.config)
+        self.network = Network(shape, compiled=settings.compiled)
+        self.params = nano.initial(shape, settings.seed)
+        for name, value in self.params.items():
+            value.requires_grad_(not name.endswith(BIAS))
+        self.optimizer = Optimizer(self.params)
+        self.step = 0
+        self.tokens = 0
+        self.chat_tokens = 0
+        self.elapsed_s = 0.0
+        self.text_row = 0
+        self.chat_row = 0
+        self.rows = {
+            name: data.load(settings.work, name) for name in ("text", "chat", "validation", "validation_chat")
+        }
+        sizes = [len(self.tokenizer.decode_bytes([token])) for token in range(self.tokenizer.num_ranks)]
+        self.token_bytes = np.array(sizes + [0] * (self.tokenizer.vocab_size - len(sizes)))
+
+    # Schedule
+
+    def progress(self) -> float:
+        """The share of the budget that is used."""
+        s = self.settings
+        by_tokens = self.tokens / s.tokens if s.tokens else 0.0
+        by_time = self.elapsed_s / (60 * s.minutes) if s.minutes else 0.0
+        return max(by_tokens, by_time)
+
+    def rate(self) -> float:
+        """Learning rate factor: warm-up, constant, then linear to FINAL_RATE over the last `decay` of the budget."""
+        left = max(0.0, 1.0 - self.progress())
+        cooled = FINAL_RATE + (1 - FINAL_RATE) * min(1.0, left / self.settings.decay)
+        return min(cooled, (self.step + 1) / WARMUP_STEPS)
+
+    # Steps
+
+    def batch(self) -> tuple[Tensor, Tensor, int]:
+        """(ids [B, ROW], first [B, ROW], rows of chat) of the next step."""
+        s = self.settings
+        cooling = 1.0 - self.progress() < s.decay
+        rng = np.random.default_rng((s.seed, self.step))
+        picked, chats = [], 0
+        for is_chat in rng.random(s.batch_rows) < (s.chat_share_decay if cooling else s.chat_share):
+            ids, first = self.rows["chat" if is_chat else "text"]
+            row = (self.chat_row if is_chat else self.text_row) % len(ids)
+            if is_chat:
+                self.chat_row += 1
+                chats += 1
+            else:
+                self.text_row += 1
+            picked.append((ids[row], first[row]))
+        both = [torch.from_numpy(np.stack(part).astype(np.int64)) for part in zip(*picked, strict=True)]
+        return both[0], both[1], chats
+
+    def forward_weights(self) -> dict[str, Tensor]:
+        """Parameters as the forward pass uses them: experts as leaves holding their MXFP4 values."""
+        with torch.no_grad():
+            return {
+                name: mxfp4_round(value).requires_grad_() if ".experts." in name else value
+                for name, value in self.params.items()
+            }
+
+    def train_step(self) -> float:
+        """One step; its mean loss in nats a token."""
+        ids, first, chats = self.batch()
+        rate = self.rate()
+        weights = self.forward_weights()
+        hidden, counts = self.network.hidden(weights, ids[:, :-1].contiguous(), first[:, :-1].contiguous())
+        targets = ids[:, 1:].flatten()
+        each = torch.full((targets.numel(),), 1.0 / targets.numel())
+        loss, _ = cross_entropy(hidden.flatten(0, 1), weights["lm_head.weight"], targets, each)
+        torch.autograd.backward(loss)
+        # Straight through: the gradient at the rounded expert weights is taken as the masters' own.
+        grads = {}
+        for name, value in self.params.items():
+            if value.requires_grad:  # layer 0 scores a single residual source, which leaves its scorer no gradient
+                grad = weights[name].grad
+                grads[name] = torch.zeros_like(value) if grad is None else grad
+            value.grad = None
+        self.optimizer.step(grads, rate)
+        self._balance(counts, rate)
+        self.step += 1
+        self.tokens += targets.numel()
+        self.chat_tokens += chats * targets.numel() // self.settings.batch_rows
+        return loss.item()
+
+    def _balance(self, counts: list[Tensor], rate: float) -> None:
+        """Move each expert's selection bias against its load; no loss term is involved."""
+        biases = [value for name, value in self.params.items() if name.endswith(BIAS)]
+        for bias, count in zip(biases, counts, strict=True):
+            load = count.float() / count.sum() * count.numel() - 1.0
+            bias.sub_(load.clamp(-1.0, 1.0), alpha=BALANCE_RATE * rate)
+            bias.sub_(bias.mean())
+
+    @torch.no_grad()
+    def validate(self, split: str) -> float:
+        """Bits per byte on the first rows of a validation split."""
+        all_ids, all_first = self.rows[split]
+        weights, nats, size = self.forward_weights(), 0.0, 0
+        rows, step = min(len(all_ids), self.settings.validation_rows), self.settings.batch_rows
+        for start in range(0, rows - step + 1, step):
+            ids = torch.from_numpy(all_ids[start : start + step].astype(np.int64))
+            first = torch.from_numpy(all_first[start : start + step].astype(np.int64))
+            with torch.enable_grad():  # the same compiled graphs as in training
+                hidden, _ = self.network.hidden(weights, ids[:, :-1].contiguous(), first[:, :-1].contiguous())
+            targets = ids[:, 1:].flatten()
+            _, losses = cross_entropy(
+                hidden.detach().flatten(0, 1),
+                weights["lm_head.weight"].detach(),
+                targets,
+                torch.zeros(targets.numel()),
+            )
+            nats += losses.sum().item()
+            size += int(self.token_bytes[targets.numpy()].sum())
+        return nats / math.log(2) / max(1, size)
+
+    # Checkpoints
+
+    def save(self) -> None:
+        """Write the state atomically, and a copy outside the working tree if asked for."""
+        state = {
+            "params": {name: value.detach() for name, value in self.params.items()},
+            "optimizer": self.optimizer.state(),
+            "config": self.config,
+            **{name: getattr(self, name) for name in COUNTERS},
+        }
+        self.settings.folder.mkdir(parents=True, exist_ok=True)
+        target = self.settings.folder / STATE_FILE
+        part = target.with_suffix(".part")
+        torch.save(state, part)
+        os.replace(part, target)
+        if self.settings.copy_to is not None:
+            self.settings.copy_to.mkdir(parents=True, exist_ok=True)
+            part = self.settings.copy_to / f"{STATE_FILE}.part"
+            shutil.copyfile(target, part)
+            os.replace(part, self.settings.copy_to / STATE_FILE)
+
+    def resume(self) -> bool:
+        """Load the folder's (or the copy's) state if there is one."""
+        for folder in (self.settings.folder, self.settings.copy_to):
+            if folder is not None and (folder / STATE_FILE).exists():
+                state = torch.load(folder / STATE_FILE, weights_only=True)
+                with torch.no_grad():
+                    for name, value in state["params"].items():
+                        self.params[name].copy_(value)
+                self.optimizer.load(state["optimizer"])
+                for name in COUNTERS:
+                    setattr(self, name, state[name])
+                return True
+        return False
+
+    # The loop
+
+    def train(self, report: Callable[[dict[str, Any]], None]) -> None:
+        """Train until the budget is used up; `report` gets a record every ten steps and at each validation."""
+        s = self.settings
+        started, saved = time.monotonic() - self.elapsed_s, time.monotonic()
+        window: list[float] = []
+        window_start, window_tokens = time.monotonic(), self.tokens
+        while self.progress() < 1.0:
+            window.append(self.train_step())
+            now = time.monotonic()
+            self.elapsed_s = now - started
+            record: dict[str, Any] = {}
+            if len(window) == 10:
+                record = {
+                    "loss": round(sum(window) / len(window), 4),
+                    "tokens_per_s": round((self.tokens - window_tokens) / (now - window_start), 1),
+                }
+                window, window_start, window_tokens = [], now, self.tokens
+            if self.step % s.validate_steps == 0 or self.progress() >= 1.0:
+                record |= {
+                    "validation_bpb": round(self.validate("validation"), 4),
+                    "validation_chat_bpb": round(self.validate("validation_chat"), 4),
+                }
+            if record:
+                report(self._record(record))
+            if now - saved > s.checkpoint_s:
+                self.save()
+                saved = now
+        self.save()
+
+    def _record(self, extra: dict[str, Any]) -> dict[str, Any]:
+        return {
+            "step": self.step,
+            "tokens": self.tokens,
+            "chat_tokens": self.chat_tokens,
+            "minutes": round(self.elapsed_s / 60, 2),
+            "rate": round(self.rate(), 4),
+            **extra,
+        }
+
+
+COUNTERS = ("step", "tokens", "chat_tokens", "elapsed_s", "text_row", "chat_row")
+
+
+def append_log(folder: Path, record: dict[str, Any]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / LOG_FILE).open("a") as log:
+        log.write(json.dumps(record) + "\n")
