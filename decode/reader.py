@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from cachestore.transports import ChecksumMismatch, Read, ReadHandle, ReadReport, Slice, TransportSet
-
 from decode.acks import Acks
 from decode.core import Event, Phase, ReaderTable
 from decode.manifest import Manifest, Mine, Refusal, Region, check_manifest, refused
@@ -29,8 +28,7 @@ from moonrelay.stubs.v1 import common_pb2, worker_pb2
 
 log = logging.getLogger(__name__)
 TP_SIZE = 1
-TTL_FLOOR_MS = 60_000
-# Prefill may queue and take long; the router gives back what it does not use, so this only ends what it forgot.
+# Prefill may queue and take long; the router gives back what it does not use: time only ends what it forgot.
 TTL_MS_PER_PROMPT_TOKEN = 10
 
 
@@ -56,11 +54,13 @@ class Reader:
         *,
         identity: Identity,
         timing: Timing,
+        reservation_ttl_ms: int,
         epochs: Callable[[], Mapping[str, int]],
     ) -> None:
         self.table = table
         self._prompts, self._transports, self._acks, self._metrics = prompts, transports, acks, metrics
         self._identity, self._timing, self._epochs = identity, timing, epochs
+        self._reservation_ttl_ms = reservation_ttl_ms
         self._holdings: dict[str, Holding] = {}
         self._expiry = Expiry(table.next_deadline_ms, self._expire)
         self._num_reservations = 0
@@ -81,7 +81,7 @@ class Reader:
         holding = self._prompts.memory.try_reserve(prompt_tokens + max_tokens)
         self._num_reservations += 1
         reservation_id = f"{request_id}.{self._num_reservations}"
-        ttl_ms = TTL_FLOOR_MS + TTL_MS_PER_PROMPT_TOKEN * prompt_tokens
+        ttl_ms = self._reservation_ttl_ms + TTL_MS_PER_PROMPT_TOKEN * prompt_tokens
         self.table.reserve(
             reservation_id, prompt_tokens=prompt_tokens, nbytes=holding.nbytes, ttl_ms=ttl_ms, now_ms=now_ms()
         )

@@ -20,11 +20,14 @@ from moonrelay.valkey import check_policy, connect
 from engine.engine import Engine, exit_process
 from engine.worker.memory import Memory
 from engine.worker.metrics import Source, WorkerMetrics
-from engine.worker.model import LoadedModel
-from engine.worker.prompt import Spawn
+from engine.worker.model import LoadedModel, load_model
+from engine.worker.prompt import PromptCache, PromptRunner, Spawn
 from engine.worker.service import Gate, Server
 from engine.worker.settings import WorkerSettings
+from model.errors import BackendUnavailable, ModelError
 from moonrelay.ids import Role
+from moonrelay.log import configure
+from moonrelay.settings import redacted
 from moonrelay.stubs.v1 import common_pb2
 
 log = logging.getLogger(__name__)
@@ -78,6 +81,39 @@ Assemble = Callable[[Worker], Awaitable[Service]]
 def say(line: str) -> None:
     """Progress for whoever started the process."""
     print(line, flush=True)
+
+
+def serve(settings: WorkerSettings, *, role: Role, source: Source, service_name: str, assemble: Assemble) -> int:
+    """A worker command after its settings are read: load, serve until told to stop. Returns the exit status."""
+    configure(role)
+    say(f"{role} settings: {json.dumps(redacted(settings))}")
+    try:
+        model = load_model(settings, say)  # before the event loop: a signal meanwhile ends the process at once
+    except (ModelError, BackendUnavailable) as error:
+        say(f"cannot serve {settings.model_dir}: {error}")
+        return 1
+    asyncio.run(_until_signalled(Process(settings, role, source, service_name, model), assemble))
+    return 0
+
+
+async def _until_signalled(process: Process, assemble: Assemble) -> None:
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(signum, process.stop)
+    await process.run(assemble)
+
+
+def build_prompts(worker: Worker, cache: PromptCache) -> PromptRunner:
+    settings = worker.settings
+    return PromptRunner(
+        worker.engine,
+        worker.memory,
+        cache if settings.cache else None,
+        cache.checked_span,
+        worker.metrics,
+        worker.spawn,
+        admission_wait_ms=settings.admission_wait_ms,
+        publish_inflight_max=settings.publish_inflight_max,
+    )
 
 
 class Process:
@@ -140,8 +176,6 @@ class Process:
 
     async def _start_engine(self) -> tuple[Engine, Memory, WorkerMetrics]:
         loop, settings = asyncio.get_running_loop(), self.settings
-        for signum in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(signum, self.stop)
         metrics = WorkerMetrics(self.source, self.model.name)
         engine = Engine(self.model.backend, settings.engine(), observer=metrics)
         memory = Memory(engine, waiting_max=settings.queue_len_max)

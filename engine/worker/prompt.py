@@ -50,6 +50,10 @@ class Restored:
 class PromptCache(Protocol):
     """The cache nodes, as a worker uses them. Expected losses are return values."""
 
+    def checked_span(self, pool: int, offset: int, length: int) -> common_pb2.Span:
+        """A range of our memory with the checksum of what is there now. From any thread."""
+        ...
+
     def landing(self) -> Landing: ...
 
     async def restore(self, prompt: Prompt, rows: Sequence[Extent], state: Extent, landing: Landing) -> Restored: ...

@@ -1,0 +1,35 @@
+"""A real engine on a committed checkpoint; cheap enough to make one per test."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from engine.engine import Engine
+from engine.settings import EngineSettings
+from model.backend import load_backend
+from model.batch import Backend
+from tests.golden import golden_dir
+
+
+@pytest.fixture(scope="session")
+def backend() -> Backend:
+    return load_backend(golden_dir("k3_tiny_smooth"), kind="torch", threads=1, numerics="invariant")
+
+
+@pytest.fixture
+def make_engine(backend: Backend) -> Iterator[Callable[..., Engine]]:
+    """Engines with the settings a test names, stopped at its end; `start=False` leaves the thread out."""
+    made: list[Engine] = []
+
+    def make(*, start: bool = True, observer=None, **settings: int) -> Engine:
+        engine = Engine(backend, EngineSettings(**{"num_blocks": 32, "num_slots": 8, **settings}), observer=observer)
+        if start:
+            engine.start()
+        made.append(engine)
+        return engine
+
+    yield make
+    for engine in made:
+        engine.stop()

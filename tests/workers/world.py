@@ -1,0 +1,256 @@
+"""Real prefill and decode workers in one process: real engines, real gRPC, real transports; no cache, no Redis."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+import grpc
+
+from cachestore.transports import MemoryFabric, TransportSet
+from decode.acks import Acks
+from decode.core import ReaderTable
+from decode.edge import DecodeEdge
+from decode.metrics import ReaderMetrics
+from decode.reader import Identity, Reader
+from engine.engine import Engine
+from engine.worker.memory import Memory
+from engine.worker.metrics import WorkerMetrics
+from engine.worker.prompt import PromptRunner
+from engine.worker.service import Gate, Server
+from engine.worker.timing import Timing
+from model.batch import Backend
+from moonrelay.prefix import Fingerprint, prefix_hashes
+from moonrelay.stubs.v1 import common_pb2, worker_pb2, worker_pb2_grpc
+from prefill.core import HandoffTable
+from prefill.edge import PrefillEdge
+from prefill.metrics import HandoffMetrics
+
+TIMING = Timing(transfer_floor_ms=2_000, transfer_min_bytes_per_s=50_000_000, lease_floor_ms=6_000)
+FINGERPRINT = Fingerprint(
+    model="tiny", weights_revision="w", tokenizer_revision="t", row_dtype="float32", snapshot_dtype="float32",
+    layout_version="1", numerics_version="torch", block_tokens=64,
+)  # fmt: skip
+ROOT = bytes(16)
+SAMPLING = {"temperature": 0.0, "top_p": 1.0, "seed": 7, "max_tokens": 6}
+
+
+def unexpected(bug: BaseException) -> None:
+    raise AssertionError("a worker broke an invariant") from bug
+
+
+@dataclass
+class Half:
+    """What both workers have."""
+
+    engine: Engine
+    memory: Memory
+    metrics: WorkerMetrics
+    prompts: PromptRunner
+    transports: TransportSet
+    server: Server
+    gate: Gate
+    address: str
+    fatal: list[BaseException] = field(default_factory=list)
+
+    def value(self, name: str, **labels: str) -> float:
+        return self.metrics.registry.get_sample_value(name, labels) or 0.0
+
+
+class World:
+    """Made by `running`."""
+
+    def __init__(
+        self,
+        group: asyncio.TaskGroup,
+        make_engine: Callable[..., Engine],
+        backend: Backend,
+        timing: Timing,
+        reservation_ttl_ms: int,
+    ) -> None:
+        self._group, self._make_engine, self._backend = group, make_engine, backend
+        self._tasks: list[asyncio.Task[None]] = []
+        self.fabric = MemoryFabric()
+        self.epochs: dict[str, int] = {}
+        self.timing, self.reservation_ttl_ms = timing, reservation_ttl_ms
+
+    async def start(self, transport: str, **settings: int) -> None:
+        self.identity = Identity(
+            fingerprint=FINGERPRINT, layout=self._backend.layout(64), vocab_size=self._backend.config.vocab_size
+        )
+        self.prefill = await self._half("prefill", "prefill-0", transport, settings)
+        table = HandoffTable(self.timing)
+        self.owner = PrefillEdge(
+            self.prefill.prompts, table, self.prefill.gate, HandoffMetrics(self.prefill.metrics, table),
+            fingerprint=FINGERPRINT, layout=self.identity.layout, max_context=4096,
+            peer=self.prefill.transports.peer(), address=self.prefill.address, transport_note="",
+        )  # fmt: skip
+        worker_pb2_grpc.add_PrefillWorkerServicer_to_server(self.owner, self.prefill.server.grpc)
+        self.decode = await self._half("decode", "decode-0", transport, settings)
+        readers = ReaderTable()
+        metrics = ReaderMetrics(self.decode.metrics, readers)
+        self.acks = Acks(self.spawn, metrics)
+        self.reader = Reader(
+            self.decode.prompts, readers, self.decode.transports, self.acks, metrics,
+            identity=self.identity, timing=self.timing, reservation_ttl_ms=self.reservation_ttl_ms,
+            epochs=lambda: self.epochs,
+        )  # fmt: skip
+        edge = DecodeEdge(
+            self.decode.prompts, self.reader, self.decode.gate, identity=self.identity, max_context=4096
+        )
+        worker_pb2_grpc.add_DecodeWorkerServicer_to_server(edge, self.decode.server.grpc)
+        for half, work in ((self.prefill, self.owner.run()), (self.decode, self.reader.run())):
+            await half.server.start()
+            self.spawn(work)
+        self.channels = [grpc.aio.insecure_channel(half.address) for half in (self.prefill, self.decode)]
+        self.prefill_stub = worker_pb2_grpc.PrefillWorkerStub(self.channels[0])
+        self.decode_stub = worker_pb2_grpc.DecodeWorkerStub(self.channels[1])
+
+    def spawn(self, work) -> asyncio.Task[None]:
+        task = self._group.create_task(work)
+        self._tasks.append(task)
+        return task
+
+    async def close(self) -> None:
+        for channel in self.channels:
+            await channel.close()
+        for task in self._tasks:
+            task.cancel()
+        await self.acks.close()
+        for half in (self.prefill, self.decode):
+            await half.server.stop(0)
+            await half.transports.close()
+            await asyncio.to_thread(half.engine.stop)
+            half.prompts.close()
+
+    async def until_clean(self) -> None:
+        """Nothing is held any more; the books of both engines balance."""
+        await until(lambda: not (len(self.owner.table) or len(self.reader.table) or sum(self.held())))
+        for half in (self.prefill, self.decode):
+            stats = half.engine.stats
+            await until(lambda: stats().free_blocks == stats().num_blocks and not stats().num_running)  # noqa: B023
+            half.engine.check()
+            assert half.memory.leaked() == half.memory.leaked() == (0, 0)
+        self.owner.table.check()
+        self.reader.table.check()
+
+    async def _half(self, source, instance_id: str, transport: str, settings: dict[str, int]) -> Half:
+        loop = asyncio.get_running_loop()
+        metrics = WorkerMetrics(source, "tiny")
+        engine = self._make_engine(observer=metrics, **settings)
+        memory = Memory(engine, waiting_max=16)
+        metrics.on_memory_freed = lambda: loop.call_soon_threadsafe(memory.serve_waiting)
+        metrics.watch(engine.stats, lambda: memory.num_waiting, 64)
+        if transport == "memory":
+            transports = TransportSet.in_memory(instance_id, 1, self.fabric)
+        else:
+            transports = TransportSet.open(instance_id, 1, transport=transport)
+        for pool, (address, length) in memory.pools().items():
+            transports.register(pool, address, length)
+        await transports.start()
+        prompts = PromptRunner(
+            engine, memory, None, transports.span, metrics, self.spawn,
+            admission_wait_ms=30_000, publish_inflight_max=2,
+        )  # fmt: skip
+        server = Server(f"moonrelay.v1.{source.title()}Worker")
+        address = server.bind("127.0.0.1:0", None)
+        return Half(engine, memory, metrics, prompts, transports, server, Gate(unexpected), address)
+
+    # -- what a router does ---------------------------------------------------------------------------------------
+
+    async def reserve(self, prompt: list[int], max_tokens: int) -> str:
+        request = worker_pb2.ReserveRequest(request_id="r", prompt_tokens=len(prompt), max_tokens=max_tokens)
+        return (await self.decode_stub.Reserve(request)).reservation_id
+
+    async def prefilled(self, request: worker_pb2.PrefillRequest) -> worker_pb2.HandoffReady:
+        ready = None
+        async for event in self.prefill_stub.Prefill(request):
+            if event.HasField("handoff"):
+                ready = event.handoff
+        assert ready is not None
+        return ready
+
+    async def disaggregated(self, prompt: list[int], **sampling) -> list[int]:
+        """Every token of a request that travels through both workers."""
+        request = prefill_request(prompt, **sampling)
+        reservation_id = await self.reserve(prompt, request.sampling.max_tokens)
+        ready = await self.prefilled(request)
+        if ready.HasField("finish_reason"):
+            await self.decode_stub.ReleaseReservation(
+                worker_pb2.ReleaseReservationRequest(reservation_id=reservation_id)
+            )
+            return [ready.first_token.id]
+        return [ready.first_token.id, *await tokens_of(self.adopt(request, reservation_id, ready.manifest))]
+
+    def adopt(self, request: worker_pb2.PrefillRequest, reservation_id: str, manifest: worker_pb2.Manifest):
+        adopt = worker_pb2.AdoptRequest(
+            request_id="r", reservation_id=reservation_id, manifest=manifest, sampling=request.sampling
+        )
+        return self.decode_stub.Adopt(adopt)
+
+    async def handed_over(
+        self, prompt: list[int], **sampling
+    ) -> tuple[worker_pb2.PrefillRequest, str, worker_pb2.Manifest]:
+        """Reserved and prefilled, nothing adopted yet."""
+        request = prefill_request(prompt, **sampling)
+        reservation_id = await self.reserve(prompt, request.sampling.max_tokens)
+        return request, reservation_id, (await self.prefilled(request)).manifest
+
+    def held(self) -> tuple[int, int]:
+        """How many things hold memory in prefill and in decode."""
+        return self.prefill.memory.num_held, self.decode.memory.num_held
+
+    async def aggregated(self, prompt: list[int], **sampling) -> list[int]:
+        return await tokens_of(self.decode_stub.Generate(prefill_request(prompt, **sampling)))
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Wait for what another task or the engine's thread is about to do; it must come within 20 s."""
+    async with asyncio.timeout(20):
+        while not condition():  # noqa: ASYNC110 - there is no event for "the books balance"
+            await asyncio.sleep(0.002)
+
+
+async def tokens_of(call) -> list[int]:
+    """The tokens of a stream that ends as every stream must: with one Finished, which counts them."""
+    tokens, finished = [], None
+    async for event in call:
+        assert finished is None
+        tokens += [token.id for token in event.tokens.tokens]
+        if event.HasField("finished"):
+            finished = event.finished
+    assert finished is not None and finished.completion_tokens == len(tokens)
+    return tokens
+
+
+def prefill_request(prompt: list[int], **sampling) -> worker_pb2.PrefillRequest:
+    return worker_pb2.PrefillRequest(
+        request_id="r",
+        prompt_ids=prompt,
+        sampling=common_pb2.Sampling(**{**SAMPLING, **sampling}),
+        root=ROOT,
+        prefix_hashes=prefix_hashes(ROOT, prompt, 64),
+    )
+
+
+@asynccontextmanager
+async def running(
+    make_engine,
+    backend,
+    transport: str = "memory",
+    *,
+    timing: Timing = TIMING,
+    reservation_ttl_ms: int = 60_000,
+    **settings: int,
+) -> AsyncIterator[World]:
+    """A world; at its end every block and slot must have come back."""
+    async with asyncio.TaskGroup() as group:
+        world = World(group, make_engine, backend, timing, reservation_ttl_ms)
+        await world.start(transport, **settings)
+        try:
+            yield world
+            await world.until_clean()
+        finally:
+            await world.close()
