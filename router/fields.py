@@ -114,10 +114,12 @@ def stop_strings(value: Any, param: str, *, count_max: int = 4, chars_max: int =
 def token_ids(value: Sequence[Any], param: str, vocab_size: int) -> list[int]:
     """Ids in [0, vocab_size). A million are checked without a Python loop; only a bad list is searched."""
     try:
-        whole = set(map(type, value)) <= {int} and max(array("I", value), default=0) < vocab_size
-    except (OverflowError, TypeError):
-        whole = False
-    if not whole:
-        for index, item in enumerate(value):
-            integer(0, vocab_size - 1)(item, f"{param}[{index}]")
-    return [int(item) for item in value] if not whole else list(value)
+        if set(map(type, value)) <= {int} and max(array("I", value), default=0) < vocab_size:
+            return list(value)
+    except OverflowError:
+        pass  # one is negative or enormous
+    read = integer(0, vocab_size - 1)
+    for index, item in enumerate(value):
+        if type(item) is not int or not 0 <= item < vocab_size:
+            read(item, f"{param}[{index}]")
+    return [int(item) for item in value]

@@ -16,7 +16,7 @@ from grpc_reflection.v1alpha import reflection
 
 from model.output import ToolCallStart
 from moonrelay.errors import InvalidRequest, Overloaded, ServeError
-from moonrelay.status import grpc_status
+from moonrelay.status import grpc_status, http_status
 from moonrelay.stubs.v1 import api_pb2, api_pb2_grpc, common_pb2
 from router.admission import Refused
 from router.core import CacheAccount
@@ -85,10 +85,14 @@ class GrpcFrontend(api_pb2_grpc.GenerationServicer):
 
     async def _generate(self, request: api_pb2.GenerateRequest, context: Context, request_id: str) -> api_pb2.Done:
         size = request.ByteSize()
-        if size > OFF_LOOP_BYTES:
-            asked = await self._service.in_thread(lambda: self._parsed(request))
-        else:
-            asked = self._parsed(request)
+        try:
+            if size > OFF_LOOP_BYTES:
+                asked = await self._service.in_thread(lambda: self._parsed(request))
+            else:
+                asked = self._parsed(request)
+        except InvalidRequest as error:
+            self._service.metrics.requests.labels(str(http_status(error))).inc()
+            raise
         left_s = context.time_remaining()
         limit_s = self._service.settings.request_deadline_ms / 1e3
         call = Call(

@@ -178,7 +178,11 @@ class HttpFrontend:
         parse: Callable[[Any], GenerationRequest],
         kind: type[Format],
     ) -> web.StreamResponse:
-        asked = await self._read(request, parse)
+        try:
+            asked = await self._read(request, parse)
+        except InvalidRequest as error:
+            self._service.metrics.requests.labels(str(http_status(error))).inc()
+            raise
         form = kind(asked, call, self._model.name, self._model.tokenizer)
         if not asked.stream:
             collected = Collected()

@@ -387,7 +387,7 @@ def chat_request(text: str = "hi", **fields: Any) -> dict[str, Any]:
     return {"model": "toy", "messages": [{"role": "user", "content": text}], **kwargs, **fields}
 
 
-def completion_request(prompt: Any = "abc", **fields: Any) -> dict[str, Any]:
+def completion_request(prompt: Any = "Q=", **fields: Any) -> dict[str, Any]:
     return {"model": "toy", "prompt": prompt, **fields}
 
 
@@ -408,11 +408,14 @@ async def cluster(roles: Sequence[str] = ("prefill", "decode"), **changes: Any) 
     async with asyncio.TaskGroup() as group:
         frontends = await start(settings(**changes), MODEL, fleet, index, group, fatal.append)
         watch = group.create_task(frontends.watch())
-        async with aiohttp.ClientSession() as session:
-            yield Cluster(frontends, fleet, index, model, workers, session, fatal)
-        watch.cancel()
-        await frontends.drain(0.2)
-        for worker in workers.values():
-            worker.go_on.set()
-            await worker.die()
+        try:
+            async with aiohttp.ClientSession() as session:
+                yield Cluster(frontends, fleet, index, model, workers, session, fatal)
+        finally:
+            watch.cancel()
+            for worker in workers.values():
+                worker.go_on.set()
+            await frontends.drain(0.2)
+            for worker in workers.values():
+                await worker.die()
     assert not fatal

@@ -1,0 +1,169 @@
+"""Placement, snapshots and the account of a prompt: pure functions, no sockets."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from router_fakes import fingerprint
+
+from moonrelay.ids import InstanceId
+from router.core import CostModel, Load, Need, Worker, account, choose, handoff_s, plan_snapshots, serving
+
+NEED = Need(prompt_tokens=1_000, computed_tokens=1_000)
+
+
+def worker(role: str, name: str, **changes: object) -> Worker:
+    base = Worker(
+        instance_id=InstanceId(name),
+        epoch=1,
+        role=role,  # type: ignore[arg-type]
+        address="",
+        host_id="h1",
+        fingerprint=fingerprint(),
+        context_len=4_096,
+        state_bytes=100_000_000,
+        row_bytes=10_000,
+    )
+    return replace(base, **changes)  # type: ignore[arg-type]
+
+
+P0, P1 = worker("prefill", "p0"), worker("prefill", "p1")
+D0, D1 = worker("decode", "d0"), worker("decode", "d1")
+A0 = worker("aggregated", "a0")
+
+
+def names(plan):
+    return None if plan is None else tuple(str(w.instance_id) for w in plan.workers)
+
+
+def test_a_path_needs_both_roles_of_one_fingerprint():
+    other = fingerprint("w2")
+    assert serving([P0]) == serving([D0]) == []
+    assert serving([P0, replace(D0, fingerprint=other)]) == []
+    assert serving([P0, D0, replace(D1, fingerprint=other)]) == [fingerprint()]
+    assert serving([replace(A0, fingerprint=other)]) == [other]
+    assert choose([P0, replace(D0, fingerprint=other)], {}, NEED) is None
+    assert names(choose([P0, replace(D0, fingerprint=other), D1], {}, NEED)) == ("p0", "d1")
+
+
+def test_the_least_loaded_pair_is_taken():
+    fleet = [P0, P1, D0, D1]
+    loads = {P0.key: Load(sequences=1, prompt_tokens=5_000), D1.key: Load(sequences=3)}
+    assert names(choose(fleet, loads, NEED)) == ("p1", "d0")
+    loads[P1.key] = Load(sequences=9, prompt_tokens=9_000)
+    assert names(choose(fleet, loads, NEED)) == ("p0", "d0")
+
+
+def test_what_other_routers_gave_a_worker_counts():
+    assert names(choose([P0, replace(D0, busy=4), D1], {}, NEED)) == ("p0", "d1")
+    mine = {D0.key: Load(sequences=4)}
+    assert names(choose([P0, replace(D0, busy=4), replace(D1, busy=5)], mine, NEED)) == ("p0", "d0")
+
+
+def test_a_pair_on_one_host_is_preferred_until_its_queue_costs_more():
+    near, far = replace(D0, host_id="h2"), D1
+    fleet = [replace(P0, host_id="h2"), near, far]
+    assert names(choose(fleet, {}, NEED)) == ("p0", "d0")
+    assert names(choose(fleet, {near.key: Load(sequences=50)}, NEED)) == ("p0", "d1")
+    assert handoff_s(P0, D0, 1_000, CostModel()) < handoff_s(P0, near, 1_000, CostModel())
+
+
+def test_requests_one_at_a_time_spread():
+    """With no load at pick time the longest-unused worker is next (a fixed tie-break would starve the others)."""
+    loads: dict = {}
+    seen = []
+    for turn in range(6):
+        plan = choose([P0, P1, D0, D1], loads, NEED)
+        seen.append(names(plan))
+        for chosen in plan.workers:
+            loads[chosen.key] = Load(chosen_at=turn + 1)
+    assert {p for p, _ in seen} == {"p0", "p1"} and {d for _, d in seen} == {"d0", "d1"}
+    assert max(seen.count(pair) for pair in seen) <= 3
+
+
+def test_aggregated_workers_go_first_and_avoided_ones_not_at_all():
+    assert names(choose([P0, D0, A0], {}, NEED)) == ("a0",)
+    assert names(choose([P0, D0, A0], {}, NEED, avoid={A0.key})) == ("p0", "d0")
+    assert choose([P0, D0, A0], {}, NEED, avoid={A0.key, D0.key}) is None
+    restarted = replace(A0, epoch=2)
+    assert names(choose([restarted], {}, NEED, avoid={A0.key})) == ("a0",)
+
+
+def test_only_the_asked_fingerprint_serves():
+    other = replace(A0, fingerprint=fingerprint("w2"))
+    assert names(choose([P0, D0, other], {}, NEED, fingerprint=fingerprint())) == ("p0", "d0")
+
+
+@pytest.mark.parametrize(
+    ("hints", "prompt_tokens", "hit_tokens", "want"),
+    [
+        ([(300, 1)], 310, 0, (256,)),
+        ([(300, 1)], 300, 0, (256,)),
+        ([(256, 1)], 256, 0, (192,)),  # the last token must be computed
+        ([(256, 1)], 257, 0, (256,)),
+        ([(63, 1)], 63, 0, ()),
+        ([(64, 1)], 65, 0, (64,)),
+        ([(260, 0), (700, 1)], 720, 0, (256, 640)),
+        ([(255, 0), (700, 1)], 720, 0, (640,)),  # a head of fewer than 4 blocks
+        ([(260, 0), (700, 1)], 720, 256, (640,)),  # the head is there already
+        ([(260, 0), (700, 1)], 720, 640, ()),
+        ([(700, 0), (700, 1)], 720, 0, (640,)),
+        ([], 720, 0, ()),
+    ],
+)
+def test_snapshots_lie_where_they_can_be_reused(hints, prompt_tokens, hit_tokens, want):
+    assert plan_snapshots(hints, prompt_tokens, 64, hit_tokens) == want
+
+
+@given(
+    hints=st.lists(st.tuples(st.integers(0, 5_000), st.integers(0, 1)), max_size=4),
+    prompt_tokens=st.integers(1, 5_000),
+    block_tokens=st.sampled_from([64, 512]),
+    hit_blocks=st.integers(0, 9),
+)
+def test_every_snapshot_is_a_passed_boundary(hints, prompt_tokens, block_tokens, hit_blocks):
+    hit = min(hit_blocks * block_tokens, (prompt_tokens - 1) // block_tokens * block_tokens)
+    chosen = plan_snapshots(hints, prompt_tokens, block_tokens, hit)
+    assert list(chosen) == sorted(set(chosen))
+    assert all(n % block_tokens == 0 and hit < n < prompt_tokens for n in chosen)
+
+
+def settle(**changes):
+    base = {
+        "prompt_tokens": 300,
+        "hit_tokens": 128,
+        "matchable_tokens": 192,
+        "index_lost": [("no_snapshot", 64), ("cold", 64), ("remainder", 44)],
+        "restored": {"device": 0, "host": 0, "disk": 0, "remote": 128},
+        "worker_reason": None,
+    }
+    return account(**{**base, **changes})
+
+
+def test_the_account_joins_index_and_worker():
+    whole = settle()
+    assert (whole.cached_tokens, whole.miss_reason) == (128, "no_snapshot")
+    failed = settle(restored={"remote": 0}, worker_reason="stale_index")
+    assert failed.lost[0] == ("stale_index", 128) and failed.miss_reason == "stale_index"
+    assert settle(restored={"remote": 0}, worker_reason="cold").miss_reason == "tier_error"
+    deeper = settle(restored={"device": 200})
+    assert deeper.lost == (("cold", 56), ("remainder", 44)) and deeper.matchable_tokens == 200
+
+
+@given(hit=st.integers(0, 10), cached=st.integers(0, 19), parts=st.lists(st.integers(0, 5), max_size=4))
+def test_cached_and_lost_are_the_prompt(hit, cached, parts):
+    index_lost = [("cold", n) for n in parts]
+    prompt_tokens = hit + sum(parts)
+    restored = min(cached, prompt_tokens)
+    joined = account(
+        prompt_tokens=prompt_tokens,
+        hit_tokens=hit,
+        matchable_tokens=hit,
+        index_lost=index_lost,
+        restored={"host": restored},
+        worker_reason=None,
+    )
+    assert joined.cached_tokens + sum(n for _, n in joined.lost) == prompt_tokens
