@@ -5,7 +5,7 @@ STAMP := $(VENV)/.installed-$(shell cksum < pyproject.toml | cut -d' ' -f1)
 export OMP_NUM_THREADS ?= 1
 export UCX_MODULES ?= ^efa
 
-.PHONY: install demo up check test proto bench clean
+.PHONY: install demo up check test proto bench bench-memory clean
 
 install: $(STAMP)
 
@@ -38,6 +38,9 @@ proto: install
 
 bench: install
 	$(PY) bench/run.py $(if $(PEER),--peer $(PEER)) $(ARGS)
+
+bench-memory: install
+	$(PY) bench/memory.py
 
 clean:
 	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,4 +1,4 @@
-"""A random K3-form checkpoint of about 180 M parameters, generated on the spot, with a tokenizer that any peer can read.
+"""A random K3-form checkpoint of about 180 M parameters, generated on the spot, with a tokenizer any peer can read.
 
 For speed only: its text is noise. Seeded, so every run measures the same weights.
 """

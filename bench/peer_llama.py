@@ -1,4 +1,4 @@
-"""llama.cpp as the peer: built outside the repository from its source distribution, the same weights converted to GGUF.
+"""llama.cpp as the peer: built outside the repository from its source distribution, our weights converted to GGUF.
 
 The source distribution's wrapper (AGPL) is never imported; only llama.cpp itself (MIT) inside it is compiled and run.
 Its epsilons for the q/k norms differ from the published ones, so figures are for speed, not for logits.

@@ -8,6 +8,7 @@ from __future__ import annotations
 import base64
 import runpy
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 
@@ -27,7 +28,7 @@ def merge_parts(ranks: dict[bytes, int], token: bytes) -> list[bytes]:
     """The two earlier entries that the token's own merge joins."""
     parts = [bytes([b]) for b in token]
     while len(parts) > 2:
-        found = [(ranks.get(a + b, 1 << 30), i) for i, (a, b) in enumerate(zip(parts, parts[1:], strict=False))]
+        found = [(ranks.get(a + b, 1 << 30), i) for i, (a, b) in enumerate(pairwise(parts))]
         rank, i = min(found)
         if rank >= ranks[token]:
             break
