@@ -42,14 +42,16 @@ class Entry(_message.Message):
     def __init__(self, kind: _Optional[_Union[EntryKind, str]] = ..., prefix_hash: _Optional[bytes] = ..., depth: _Optional[int] = ..., spans: _Optional[_Iterable[_Union[_common_pb2.Span, _Mapping]]] = ..., parent: _Optional[bytes] = ...) -> None: ...
 
 class PublishReply(_message.Message):
-    __slots__ = ("stored", "already_there", "refused")
+    __slots__ = ("stored", "already_there", "refused", "in_progress")
     STORED_FIELD_NUMBER: _ClassVar[int]
     ALREADY_THERE_FIELD_NUMBER: _ClassVar[int]
     REFUSED_FIELD_NUMBER: _ClassVar[int]
+    IN_PROGRESS_FIELD_NUMBER: _ClassVar[int]
     stored: int
     already_there: int
     refused: int
-    def __init__(self, stored: _Optional[int] = ..., already_there: _Optional[int] = ..., refused: _Optional[int] = ...) -> None: ...
+    in_progress: int
+    def __init__(self, stored: _Optional[int] = ..., already_there: _Optional[int] = ..., refused: _Optional[int] = ..., in_progress: _Optional[int] = ...) -> None: ...
 
 class LeaseRequest(_message.Message):
     __slots__ = ("root", "node_epoch", "blocks", "snapshots", "ttl_ms")

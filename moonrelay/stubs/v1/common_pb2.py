@@ -24,33 +24,33 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19moonrelay/v1/common.proto\x12\x0cmoonrelay.v1\"\x9d\x01\n\x04Peer\x12\x13\n\x0binstance_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x11\n\tnixl_name\x18\x03 \x01(\t\x12\x15\n\rnixl_metadata\x18\x04 \x01(\x0c\x12\x13\n\x0btcp_address\x18\x05 \x01(\t\x12\x0f\n\x07host_id\x18\x06 \x01(\t\x12!\n\x05pools\x18\x07 \x03(\x0b\x32\x12.moonrelay.v1.Pool\"0\n\x04Pool\x12\n\n\x02id\x18\x01 \x01(\r\x12\x0c\n\x04\x62\x61se\x18\x02 \x01(\x04\x12\x0e\n\x06length\x18\x03 \x01(\x04\"B\n\x04Span\x12\x0c\n\x04pool\x18\x01 \x01(\r\x12\x0e\n\x06offset\x18\x02 \x01(\x04\x12\x0e\n\x06length\x18\x03 \x01(\x04\x12\x0c\n\x04xxh3\x18\x04 \x01(\x06\"\xc5\x01\n\x0b\x46ingerprint\x12\r\n\x05model\x18\x01 \x01(\t\x12\x18\n\x10weights_revision\x18\x02 \x01(\t\x12\x1a\n\x12tokenizer_revision\x18\x03 \x01(\t\x12\x11\n\trow_dtype\x18\x04 \x01(\t\x12\x16\n\x0esnapshot_dtype\x18\x05 \x01(\t\x12\x16\n\x0elayout_version\x18\x06 \x01(\t\x12\x18\n\x10numerics_version\x18\x07 \x01(\t\x12\x14\n\x0c\x62lock_tokens\x18\x08 \x01(\r\"\xae\x01\n\x06Layout\x12\x14\n\x0c\x62lock_tokens\x18\x01 \x01(\r\x12\x16\n\x0enum_mla_layers\x18\x02 \x01(\r\x12\x11\n\trow_width\x18\x03 \x01(\r\x12\x16\n\x0enum_kda_layers\x18\x04 \x01(\r\x12\x11\n\tnum_heads\x18\x05 \x01(\r\x12\x0f\n\x07key_dim\x18\x06 \x01(\r\x12\x11\n\tvalue_dim\x18\x07 \x01(\r\x12\x14\n\x0c\x63onv_history\x18\x08 \x01(\r\"\xb3\x01\n\x08Sampling\x12\x13\n\x0btemperature\x18\x01 \x01(\x02\x12\r\n\x05top_p\x18\x02 \x01(\x02\x12\r\n\x05top_k\x18\x03 \x01(\r\x12\x0c\n\x04seed\x18\x04 \x01(\x04\x12\x0e\n\x06\x63hoice\x18\x05 \x01(\r\x12\x12\n\nmax_tokens\x18\x06 \x01(\r\x12\x16\n\x0estop_token_ids\x18\x07 \x03(\r\x12\x19\n\x0ctop_logprobs\x18\x08 \x01(\rH\x00\x88\x01\x01\x42\x0f\n\r_top_logprobs\"\\\n\x05Token\x12\n\n\x02id\x18\x01 \x01(\r\x12\x14\n\x07logprob\x18\x02 \x01(\x02H\x00\x88\x01\x01\x12%\n\x03top\x18\x03 \x03(\x0b\x32\x18.moonrelay.v1.TopLogprobB\n\n\x08_logprob\")\n\nTopLogprob\x12\n\n\x02id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\"\xc4\x01\n\nCacheUsage\x12\x15\n\rcached_tokens\x18\x01 \x01(\r\x12\x15\n\rcached_device\x18\x02 \x01(\r\x12\x13\n\x0b\x63\x61\x63hed_host\x18\x03 \x01(\r\x12\x13\n\x0b\x63\x61\x63hed_disk\x18\x04 \x01(\r\x12\x15\n\rcached_remote\x18\x05 \x01(\r\x12\x18\n\x10matchable_tokens\x18\x06 \x01(\r\x12-\n\x0bmiss_reason\x18\x07 \x01(\x0e\x32\x18.moonrelay.v1.MissReason*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02*\xdb\x02\n\nMissReason\x12\x1b\n\x17MISS_REASON_UNSPECIFIED\x10\x00\x12\x14\n\x10MISS_REASON_COLD\x10\x01\x12\x1b\n\x17MISS_REASON_NO_SNAPSHOT\x10\x02\x12 \n\x1cMISS_REASON_SNAPSHOT_EVICTED\x10\x03\x12\x1d\n\x19MISS_REASON_BLOCK_EVICTED\x10\x04\x12\x18\n\x14MISS_REASON_DIVERGED\x10\x05\x12\x14\n\x10MISS_REASON_SALT\x10\x06\x12\x1b\n\x17MISS_REASON_FINGERPRINT\x10\x07\x12\x1b\n\x17MISS_REASON_RETOKENISED\x10\x08\x12\x1b\n\x17MISS_REASON_STALE_INDEX\x10\t\x12\x1a\n\x16MISS_REASON_TIER_ERROR\x10\n\x12\x19\n\x15MISS_REASON_REMAINDER\x10\x0b\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19moonrelay/v1/common.proto\x12\x0cmoonrelay.v1\"\xea\x01\n\x04Peer\x12\x13\n\x0binstance_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x11\n\tnixl_name\x18\x03 \x01(\t\x12\x15\n\rnixl_metadata\x18\x04 \x01(\x0c\x12\x13\n\x0btcp_address\x18\x05 \x01(\t\x12\x0f\n\x07host_id\x18\x06 \x01(\t\x12!\n\x05pools\x18\x07 \x03(\x0b\x32\x12.moonrelay.v1.Pool\x12\x0b\n\x03pid\x18\x08 \x01(\r\x12&\n\x05probe\x18\t \x01(\x0b\x32\x12.moonrelay.v1.SpanH\x00\x88\x01\x01\x12\x0c\n\x04rdma\x18\n \x01(\x08\x42\x08\n\x06_probe\"0\n\x04Pool\x12\n\n\x02id\x18\x01 \x01(\r\x12\x0c\n\x04\x62\x61se\x18\x02 \x01(\x04\x12\x0e\n\x06length\x18\x03 \x01(\x04\"B\n\x04Span\x12\x0c\n\x04pool\x18\x01 \x01(\r\x12\x0e\n\x06offset\x18\x02 \x01(\x04\x12\x0e\n\x06length\x18\x03 \x01(\x04\x12\x0c\n\x04xxh3\x18\x04 \x01(\x06\"\xc5\x01\n\x0b\x46ingerprint\x12\r\n\x05model\x18\x01 \x01(\t\x12\x18\n\x10weights_revision\x18\x02 \x01(\t\x12\x1a\n\x12tokenizer_revision\x18\x03 \x01(\t\x12\x11\n\trow_dtype\x18\x04 \x01(\t\x12\x16\n\x0esnapshot_dtype\x18\x05 \x01(\t\x12\x16\n\x0elayout_version\x18\x06 \x01(\t\x12\x18\n\x10numerics_version\x18\x07 \x01(\t\x12\x14\n\x0c\x62lock_tokens\x18\x08 \x01(\r\"\xae\x01\n\x06Layout\x12\x14\n\x0c\x62lock_tokens\x18\x01 \x01(\r\x12\x16\n\x0enum_mla_layers\x18\x02 \x01(\r\x12\x11\n\trow_width\x18\x03 \x01(\r\x12\x16\n\x0enum_kda_layers\x18\x04 \x01(\r\x12\x11\n\tnum_heads\x18\x05 \x01(\r\x12\x0f\n\x07key_dim\x18\x06 \x01(\r\x12\x11\n\tvalue_dim\x18\x07 \x01(\r\x12\x14\n\x0c\x63onv_history\x18\x08 \x01(\r\"\xb3\x01\n\x08Sampling\x12\x13\n\x0btemperature\x18\x01 \x01(\x02\x12\r\n\x05top_p\x18\x02 \x01(\x02\x12\r\n\x05top_k\x18\x03 \x01(\r\x12\x0c\n\x04seed\x18\x04 \x01(\x04\x12\x0e\n\x06\x63hoice\x18\x05 \x01(\r\x12\x12\n\nmax_tokens\x18\x06 \x01(\r\x12\x16\n\x0estop_token_ids\x18\x07 \x03(\r\x12\x19\n\x0ctop_logprobs\x18\x08 \x01(\rH\x00\x88\x01\x01\x42\x0f\n\r_top_logprobs\"\\\n\x05Token\x12\n\n\x02id\x18\x01 \x01(\r\x12\x14\n\x07logprob\x18\x02 \x01(\x02H\x00\x88\x01\x01\x12%\n\x03top\x18\x03 \x03(\x0b\x32\x18.moonrelay.v1.TopLogprobB\n\n\x08_logprob\")\n\nTopLogprob\x12\n\n\x02id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\"\xc4\x01\n\nCacheUsage\x12\x15\n\rcached_tokens\x18\x01 \x01(\r\x12\x15\n\rcached_device\x18\x02 \x01(\r\x12\x13\n\x0b\x63\x61\x63hed_host\x18\x03 \x01(\r\x12\x13\n\x0b\x63\x61\x63hed_disk\x18\x04 \x01(\r\x12\x15\n\rcached_remote\x18\x05 \x01(\r\x12\x18\n\x10matchable_tokens\x18\x06 \x01(\r\x12-\n\x0bmiss_reason\x18\x07 \x01(\x0e\x32\x18.moonrelay.v1.MissReason*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02*\xdb\x02\n\nMissReason\x12\x1b\n\x17MISS_REASON_UNSPECIFIED\x10\x00\x12\x14\n\x10MISS_REASON_COLD\x10\x01\x12\x1b\n\x17MISS_REASON_NO_SNAPSHOT\x10\x02\x12 \n\x1cMISS_REASON_SNAPSHOT_EVICTED\x10\x03\x12\x1d\n\x19MISS_REASON_BLOCK_EVICTED\x10\x04\x12\x18\n\x14MISS_REASON_DIVERGED\x10\x05\x12\x14\n\x10MISS_REASON_SALT\x10\x06\x12\x1b\n\x17MISS_REASON_FINGERPRINT\x10\x07\x12\x1b\n\x17MISS_REASON_RETOKENISED\x10\x08\x12\x1b\n\x17MISS_REASON_STALE_INDEX\x10\t\x12\x1a\n\x16MISS_REASON_TIER_ERROR\x10\n\x12\x19\n\x15MISS_REASON_REMAINDER\x10\x0b\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'moonrelay.v1.common_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_FINISHREASON']._serialized_start=1216
-  _globals['_FINISHREASON']._serialized_end=1311
-  _globals['_MISSREASON']._serialized_start=1314
-  _globals['_MISSREASON']._serialized_end=1661
+  _globals['_FINISHREASON']._serialized_start=1293
+  _globals['_FINISHREASON']._serialized_end=1388
+  _globals['_MISSREASON']._serialized_start=1391
+  _globals['_MISSREASON']._serialized_end=1738
   _globals['_PEER']._serialized_start=44
-  _globals['_PEER']._serialized_end=201
-  _globals['_POOL']._serialized_start=203
-  _globals['_POOL']._serialized_end=251
-  _globals['_SPAN']._serialized_start=253
-  _globals['_SPAN']._serialized_end=319
-  _globals['_FINGERPRINT']._serialized_start=322
-  _globals['_FINGERPRINT']._serialized_end=519
-  _globals['_LAYOUT']._serialized_start=522
-  _globals['_LAYOUT']._serialized_end=696
-  _globals['_SAMPLING']._serialized_start=699
-  _globals['_SAMPLING']._serialized_end=878
-  _globals['_TOKEN']._serialized_start=880
-  _globals['_TOKEN']._serialized_end=972
-  _globals['_TOPLOGPROB']._serialized_start=974
-  _globals['_TOPLOGPROB']._serialized_end=1015
-  _globals['_CACHEUSAGE']._serialized_start=1018
-  _globals['_CACHEUSAGE']._serialized_end=1214
+  _globals['_PEER']._serialized_end=278
+  _globals['_POOL']._serialized_start=280
+  _globals['_POOL']._serialized_end=328
+  _globals['_SPAN']._serialized_start=330
+  _globals['_SPAN']._serialized_end=396
+  _globals['_FINGERPRINT']._serialized_start=399
+  _globals['_FINGERPRINT']._serialized_end=596
+  _globals['_LAYOUT']._serialized_start=599
+  _globals['_LAYOUT']._serialized_end=773
+  _globals['_SAMPLING']._serialized_start=776
+  _globals['_SAMPLING']._serialized_end=955
+  _globals['_TOKEN']._serialized_start=957
+  _globals['_TOKEN']._serialized_end=1049
+  _globals['_TOPLOGPROB']._serialized_start=1051
+  _globals['_TOPLOGPROB']._serialized_end=1092
+  _globals['_CACHEUSAGE']._serialized_start=1095
+  _globals['_CACHEUSAGE']._serialized_end=1291
 # @@protoc_insertion_point(module_scope)

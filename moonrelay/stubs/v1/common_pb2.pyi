@@ -44,7 +44,7 @@ MISS_REASON_TIER_ERROR: MissReason
 MISS_REASON_REMAINDER: MissReason
 
 class Peer(_message.Message):
-    __slots__ = ("instance_id", "epoch", "nixl_name", "nixl_metadata", "tcp_address", "host_id", "pools")
+    __slots__ = ("instance_id", "epoch", "nixl_name", "nixl_metadata", "tcp_address", "host_id", "pools", "pid", "probe", "rdma")
     INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     NIXL_NAME_FIELD_NUMBER: _ClassVar[int]
@@ -52,6 +52,9 @@ class Peer(_message.Message):
     TCP_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     HOST_ID_FIELD_NUMBER: _ClassVar[int]
     POOLS_FIELD_NUMBER: _ClassVar[int]
+    PID_FIELD_NUMBER: _ClassVar[int]
+    PROBE_FIELD_NUMBER: _ClassVar[int]
+    RDMA_FIELD_NUMBER: _ClassVar[int]
     instance_id: str
     epoch: int
     nixl_name: str
@@ -59,7 +62,10 @@ class Peer(_message.Message):
     tcp_address: str
     host_id: str
     pools: _containers.RepeatedCompositeFieldContainer[Pool]
-    def __init__(self, instance_id: _Optional[str] = ..., epoch: _Optional[int] = ..., nixl_name: _Optional[str] = ..., nixl_metadata: _Optional[bytes] = ..., tcp_address: _Optional[str] = ..., host_id: _Optional[str] = ..., pools: _Optional[_Iterable[_Union[Pool, _Mapping]]] = ...) -> None: ...
+    pid: int
+    probe: Span
+    rdma: bool
+    def __init__(self, instance_id: _Optional[str] = ..., epoch: _Optional[int] = ..., nixl_name: _Optional[str] = ..., nixl_metadata: _Optional[bytes] = ..., tcp_address: _Optional[str] = ..., host_id: _Optional[str] = ..., pools: _Optional[_Iterable[_Union[Pool, _Mapping]]] = ..., pid: _Optional[int] = ..., probe: _Optional[_Union[Span, _Mapping]] = ..., rdma: _Optional[bool] = ...) -> None: ...
 
 class Pool(_message.Message):
     __slots__ = ("id", "base", "length")

@@ -1,0 +1,19 @@
+"""Moving bytes between processes: the receiver pulls, by NIXL, our own TCP, or in memory for tests."""
+
+from cachestore.transports.base import (
+    ChecksumMismatch,
+    Landing,
+    Read,
+    ReadHandle,
+    ReadReport,
+    ReadTimeout,
+    Slice,
+    Transport,
+)
+from cachestore.transports.memory import MemoryFabric
+from cachestore.transports.select import TransportSet
+
+__all__ = [
+    "ChecksumMismatch", "Landing", "MemoryFabric", "Read", "ReadHandle", "ReadReport", "ReadTimeout", "Slice",
+    "Transport", "TransportSet",
+]  # fmt: skip

@@ -1,0 +1,166 @@
+"""What every transport promises: the receiver pulls, and knows when its own pull can no longer touch memory.
+
+Nobody ever writes into foreign memory. A read names spans of a peer's registered pools and slices of our own; it
+succeeds only when every byte has landed and every checksum agrees. `deadline_s` is absolute on `time.monotonic()`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+from moonrelay.errors import DeadlineExceeded, ServeError, TransferError
+from moonrelay.stubs.v1.common_pb2 import Peer, Span
+
+TransportName = Literal["nixl", "tcp", "memory"]
+
+
+class ChecksumMismatch(TransferError):
+    """The bytes that landed are not the bytes that were promised."""
+
+
+class ReadTimeout(DeadlineExceeded):
+    """The deadline passed first. Bytes may still land until `ended` is done."""
+
+    def __init__(self, message: str, ended: asyncio.Future[None]) -> None:
+        super().__init__(message)
+        self.ended = ended
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """A range of one of our own registered pools. Units: bytes."""
+
+    pool: int
+    offset: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """Bring `span` of the peer into `into`, whose lengths sum to the span's."""
+
+    span: Span
+    into: tuple[Slice, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadReport:
+    """A finished, verified read. `note` says why the preferred transport was not used, where it was not.
+
+    Where verifying overlaps with pulling (NIXL, more than one group), pull_seconds is the whole.
+    """
+
+    transport: TransportName
+    bytes: int
+    pull_seconds: float
+    verify_seconds: float
+    note: str | None = None
+
+
+class ReadHandle:
+    """One read in flight. Await it for the report; `ended` is done once no byte of it can land any more.
+
+    Created on an event loop; `finish`, `fail` and `end` may be called from any thread. After success and after every
+    error but ReadTimeout, `ended` is done too. Whoever stops waiting (a cancelled task) aborts the read, and must not
+    reuse the landing memory before `ended`.
+    """
+
+    def __init__(self, peer: str, deadline_s: float) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._peer = peer
+        self.deadline_s = deadline_s
+        self.aborted = False
+        self.on_abort: Callable[[], None] | None = None  # set by a transport that can stop a read early
+        self.note: str | None = None
+        self.ended: asyncio.Future[None] = self._loop.create_future()
+        self._report: asyncio.Future[ReadReport] = self._loop.create_future()
+        self._report.add_done_callback(lambda f: f.cancelled() or f.exception())  # a lost race must not warn
+        self._timer = self._loop.call_later(max(0.0, deadline_s - time.monotonic()), self._expire)
+
+    def __await__(self) -> Generator[Any, None, ReadReport]:
+        return self._wait().__await__()
+
+    async def _wait(self) -> ReadReport:
+        try:
+            return await asyncio.shield(self._report)
+        except asyncio.CancelledError:
+            self.abort()
+            raise
+
+    def abort(self) -> None:
+        """Stop as soon as the transport can; `ended` tells when. Loop thread only; idempotent."""
+        self.aborted = True
+        if self.on_abort is not None and not self.ended.done():
+            self.on_abort()
+
+    def finish(self, report: ReadReport) -> None:
+        self._call(self._settle, report, None, True)
+
+    def fail(self, error: ServeError) -> None:
+        """Give up; no byte can land any more."""
+        self._call(self._settle, None, error, True)
+
+    def end(self) -> None:
+        """The late end of a read whose deadline passed or which was aborted."""
+        self.fail(TransferError("the read was aborted"))
+
+    def _call(self, *step: Any) -> None:
+        if not self._loop.is_closed():  # a worker thread may outlive the loop at shutdown; nobody waits then
+            self._loop.call_soon_threadsafe(*step)
+
+    def _settle(self, report: ReadReport | None, error: ServeError | None, ended: bool) -> None:
+        if ended and not self.ended.done():
+            self.ended.set_result(None)
+            self._timer.cancel()
+        if self._report.done():
+            return
+        if report is not None:
+            self._report.set_result(report)
+        elif error is not None:
+            self._report.set_exception(error)
+
+    def _expire(self) -> None:
+        if not self._report.done():
+            self._settle(None, ReadTimeout(f"reading from {self._peer} passed its deadline", self.ended), False)
+            self.abort()
+
+
+class Landing:
+    """The reads that may still write into one piece of our memory: it is reusable once none is pending."""
+
+    def __init__(self) -> None:
+        self._handles: list[ReadHandle] = []
+
+    def add(self, handle: ReadHandle) -> ReadHandle:
+        self._handles.append(handle)
+        return handle
+
+    @property
+    def pending(self) -> bool:
+        return any(not h.ended.done() for h in self._handles)
+
+    async def ended(self) -> None:
+        """Wait, without a deadline of its own, until nothing can land any more."""
+        for handle in self._handles:
+            await asyncio.shield(handle.ended)
+
+
+Fallback = Callable[[ReadHandle, Peer, Sequence[Read], str], None]  # last: why the first choice was not taken
+
+
+class Transport(Protocol):
+    """One way to move bytes. `describe` adds what peers need; `submit` starts a read and returns at once."""
+
+    name: TransportName
+
+    async def start(self) -> None: ...
+
+    def describe(self, peer: Peer) -> None: ...
+
+    def submit(self, handle: ReadHandle, peer: Peer, reads: Sequence[Read], note: str | None = None) -> None: ...
+
+    async def close(self) -> None: ...
