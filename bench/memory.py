@@ -51,7 +51,7 @@ def run(tokens: int, *, rest: bool) -> dict[str, Any]:
     """A fresh cluster, one prompt of `tokens` ids; every role's peak resident bytes."""
     with tempfile.TemporaryDirectory(prefix="moonrelay-memory-") as scratch:
         ready_file = Path(scratch, "ready.json")
-        env = {**os.environ, "MOONRELAY_REQUEST_TIMEOUT_S": str(DEADLINE_S)}
+        env = {**os.environ, "MOONRELAY_REQUEST_DEADLINE_MS": str(DEADLINE_S * 1000)}
         command = [sys.executable, "-m", "moonrelay", "up", "--port", "0", "--ready-file", str(ready_file)]
         process = subprocess.Popen([*command, "--threads", "2"], env=env)
         try:

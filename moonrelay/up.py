@@ -35,6 +35,7 @@ class UpSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Start a whole Moonrelay cluster on this machine."""
 
     model: str = str(ZOO)
+    served_model_name: str = ""  # empty: k3-nano for the small model, else the directory's name
     router: int = 1
     prefill: int = 1
     decode: int = 1
@@ -58,6 +59,10 @@ class UpSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             raise SettingsError(f"--port: expected 0 or a port with room above it, found {self.port}")
         if not (Path(self.model) / "config.json").is_file():
             raise SettingsError(f"--model: no config.json in {self.model}; expected a checkpoint directory")
+
+    def model_name(self) -> str:
+        own = "k3-nano" if Path(self.model).resolve() == ZOO else Path(self.model).resolve().name
+        return self.served_model_name or own
 
 
 @dataclass
@@ -159,7 +164,7 @@ class Supervisor:
             http = self.settings.port and self.settings.port + 2 * int(index)
             grpc = self.settings.port and self.settings.port + 2 * int(index) + 1
             args += ["--listen", f"{host}:{http}", "--grpc-listen", f"{host}:{grpc}"]
-            args += ["--model-dir", self.settings.model]
+            args += ["--model-dir", self.settings.model, "--served-model-name", self.settings.model_name()]
         else:
             args += ["--listen", f"{host}:0", "--metrics-listen", f"{host}:0"]
             if role != "cachestore":
