@@ -36,9 +36,7 @@ class Rule:
         if isinstance(value, list):
             return all(isinstance(item, int) and not isinstance(item, bool) for item in value)
         if isinstance(value, (int, float)):
-            return (self.minimum is None or value >= self.minimum) and (
-                self.maximum is None or value <= self.maximum
-            )
+            return (self.minimum is None or value >= self.minimum) and (self.maximum is None or value <= self.maximum)
         return True
 
 

@@ -21,6 +21,7 @@ from model.ops.moe.routing import route
 from model.ops.norm import rms_norm
 from model.ops.pointwise import sigmoid
 from model.residual import BlockResidual, PlainResidual, Residual
+from moonrelay.errors import InvariantError
 
 
 @dataclass(slots=True)
@@ -85,7 +86,7 @@ class TorchBackend:
     name = "torch"
 
     def __init__(self, weights: Weights, *, threads: int, numerics: Literal["invariant", "fast"]) -> None:
-        torch.set_num_threads(threads)
+        self._threads = threads
         self.config = config = weights.config
         self._row_multiple = row_multiple(threads, invariant=numerics == "invariant")
         builder = Builder(weights, self._row_multiple)
@@ -106,8 +107,14 @@ class TorchBackend:
     def forward(
         self, segments: Sequence[Segment], rows: torch.Tensor, state: torch.Tensor, *, taps: Taps | None = None
     ) -> torch.Tensor:
-        """See `model.batch.Backend.forward`. `taps`, if given, is filled."""
+        """See `model.batch.Backend.forward`. `taps`, if given, is filled.
+
+        Raises: InvariantError for a batch that would read or write outside the pools, or a slot twice.
+        """
+        if torch.get_num_threads() != self._threads:
+            torch.set_num_threads(self._threads)  # the row padding is made for this many
         layout = self.layout(rows.shape[1] // self.layout(1).block_floats)
+        self._check(segments, rows, state, layout)
         batch = _Batch(segments, rows, state, layout)
         eps = self.config.rms_norm_eps
         residual = self._residual(self._embedding[batch.ids].float())
@@ -126,6 +133,21 @@ class TorchBackend:
         if taps is not None:
             taps.blocks, taps.before_norm, taps.normed = residual.blocks, mixed, normed
         return linear(normed, self._head)
+
+    def _check(
+        self, segments: Sequence[Segment], rows: torch.Tensor, state: torch.Tensor, layout: PoolLayout
+    ) -> None:
+        slots = [segment.slot for segment in segments]
+        if len(set(slots)) < len(slots) or not all(0 <= slot < len(state) for slot in slots):
+            raise InvariantError(f"slots: expected distinct ones below {len(state)}, found {slots}")
+        for segment in segments:
+            room, end = len(segment.blocks) * layout.block_tokens, segment.start + len(segment.ids)
+            if not segment.start < end <= room or segment.start < 0:
+                raise InvariantError(f"segment [{segment.start}, {end}): expected 1 to {room} tokens of its blocks")
+            if not all(0 <= block < len(rows) for block in segment.blocks):
+                raise InvariantError(f"blocks: expected ones below {len(rows)}, found {list(segment.blocks)}")
+            if not all(0 <= token < self.config.vocab_size for token in segment.ids):
+                raise InvariantError(f"ids: expected ones below {self.config.vocab_size}")
 
     def _residual(self, embedded: torch.Tensor) -> Residual:
         if self.config.attn_res_block_size is None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
 
 from model.batch import Segment
 from model.network import Taps, TorchBackend
+from moonrelay.errors import InvariantError
 from tests.golden import golden_tensors, relative_error
 from tests.model.runs import BLOCK_TOKENS, KINDS, Pools, Result, backend, run
 
@@ -135,3 +138,59 @@ def test_only_the_asked_logits_come_back(kind: str) -> None:
     whole = result(name, kind, "whole").logits
     assert torch.equal(out[:5], whole[LENGTHS.index(5)])
     assert torch.equal(out[5:], whole[LENGTHS.index(64)][-1:])
+
+
+@each_kind
+def test_cuts_between_multiples_of_64_stay_within_tolerance(kind: str) -> None:
+    """Tiles lie on absolute positions: after an odd cut, cuts at multiples of 64 are exact again."""
+    name, ids = "k3_tiny_mxfp4", prompt("k3_tiny_mxfp4", 200)
+    engine, outs = backend(name, kind), []
+    for edges in ((0, 70, 200), (0, 70, 128, 200), (0, 70, 128, 192, 200)):
+        pools = Pools(engine.layout(BLOCK_TOKENS), 1, 4)
+        blocks = pools.take(200)
+        segments = [
+            Segment(ids=ids[a:b], start=a, slot=0, blocks=blocks, logits="all") for a, b in itertools.pairwise(edges)
+        ]
+        outs.append(torch.cat([engine.forward([segment], pools.rows, pools.state) for segment in segments]))
+        assert relative_error(outs[-1], golden_tensors(name)["len200.logits"]) < TOLERANCE[name]
+    assert torch.equal(outs[0], outs[1])
+    assert torch.equal(outs[0], outs[2])
+
+
+def test_nothing_is_read_before_it_is_written() -> None:
+    """With every fresh tensor filled with NaN the bits stay the same."""
+    name = "k3_tiny_mxfp4"
+    torch.use_deterministic_algorithms(True)  # which fills
+    try:
+        poisoned = run(backend(name, "torch"), [prompt(name, 65), prompt(name, 5)], 64)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    whole = result(name, "torch", "whole").logits
+    assert torch.equal(poisoned.logits[0], whole[LENGTHS.index(65)])
+    assert torch.equal(poisoned.logits[1], whole[LENGTHS.index(5)])
+
+
+BAD_BATCHES = {
+    "no ids": [{"ids": []}],
+    "an id past the vocabulary": [{"ids": [288]}],
+    "a negative id": [{"ids": [-1]}],
+    "past its blocks": [{"start": 64}],
+    "a negative start": [{"start": -1}],
+    "a slot that is not there": [{"slot": 2}],
+    "a block that is not there": [{"blocks": [3]}],
+    "a slot twice": [{}, {"blocks": [1]}],
+}
+
+
+@each_kind
+@pytest.mark.parametrize("changes", BAD_BATCHES.values(), ids=BAD_BATCHES)
+def test_a_batch_that_would_leave_the_pools_is_refused_untouched(kind: str, changes: list[dict[str, Any]]) -> None:
+    engine = backend("k3_tiny_smooth", kind)
+    pools = Pools(engine.layout(BLOCK_TOKENS), 2, 3)
+    pools.rows.fill_(7.0)
+    pools.state.fill_(-3.0)
+    good = {"ids": [1], "start": 0, "slot": 0, "blocks": [0]}
+    with pytest.raises(InvariantError):
+        engine.forward([Segment(**(good | change)) for change in changes], pools.rows, pools.state)
+    assert (pools.rows == 7.0).all()
+    assert (pools.state == -3.0).all()
