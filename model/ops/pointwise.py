@@ -10,7 +10,7 @@ import torch
 
 
 def sigmoid(x: torch.Tensor) -> torch.Tensor:
-    return 1.0 / (1.0 + torch.exp(-x))
+    return torch.reciprocal(1.0 + torch.exp(-x))
 
 
 def silu(x: torch.Tensor) -> torch.Tensor:
