@@ -13,6 +13,7 @@ import codecs
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Final, Protocol
 
@@ -22,6 +23,7 @@ from model.errors import ModelError
 
 VOCABULARY_FILE: Final = "tiktoken.model"
 NUM_SPECIAL: Final = 256
+RENDERER_VERSION: Final = "k3-xtml-1"  # to be raised whenever the same request would render to other bytes
 
 # Slot of each named special token: released id - 163,584, the released number of ranks.
 SPECIAL_SLOTS: Final[Mapping[str, int]] = {
@@ -195,6 +197,22 @@ class StreamDecoder:
         text = self._utf8.decode(b"", final=True)
         self._utf8.reset()
         return text
+
+
+def tokenizer_revision(checkpoint: str | Path) -> str:
+    """What ids and rendered prompts of this checkpoint mean: a digest that two processes must share to share a cache.
+
+    Covers the vocabulary, the names of its special slots and the renderer. A checkpoint without a vocabulary, which
+    only ever sees ids, has one too. Raises: TokenizerError.
+    """
+    folder, digest = Path(checkpoint), blake2b(digest_size=16, person=b"moonrelay-token")
+    digest.update(RENDERER_VERSION.encode())
+    if (folder / VOCABULARY_FILE).exists():
+        ranks = read_ranks(folder / VOCABULARY_FILE)
+        names = _configured_names(folder / "tokenizer_config.json", len(ranks))
+        for token in (*sorted(ranks, key=ranks.__getitem__), *(name.encode() for name in _special_names(len(ranks), names))):
+            digest.update(len(token).to_bytes(4, "little") + token)
+    return digest.hexdigest()
 
 
 def guarded_pieces(text: str) -> Iterator[str]:
