@@ -194,3 +194,10 @@ def test_a_batch_that_would_leave_the_pools_is_refused_untouched(kind: str, chan
         engine.forward([Segment(**(good | change)) for change in changes], pools.rows, pools.state)
     assert (pools.rows == 7.0).all()
     assert (pools.state == -3.0).all()
+
+
+def test_backends_agree_on_a_prompt_longer_than_the_goldens() -> None:
+    """Several attention tiles; the model whose experts are fixed, so that rounding cannot flip one."""
+    ids = torch.randint(0, 288, (700,), generator=torch.Generator().manual_seed(2)).tolist()
+    torch_logits, native_logits = (run(backend("k3_tiny_smooth", kind), [ids], 256).logits[0] for kind in KINDS)
+    assert relative_error(native_logits, torch_logits) < TOLERANCE["k3_tiny_smooth"]
