@@ -1,0 +1,1 @@
+"""A cache node: registered memory on one host, served by one-sided reads."""
