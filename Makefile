@@ -5,7 +5,7 @@ STAMP := $(VENV)/.installed-$(shell cksum < pyproject.toml | cut -d' ' -f1)
 export OMP_NUM_THREADS ?= 1
 export UCX_MODULES ?= ^efa
 
-.PHONY: install demo up check test proto bench bench-memory clean
+.PHONY: install demo up check test proto bench bench-memory check-wheel clean
 
 install: $(STAMP)
 
@@ -14,7 +14,7 @@ $(STAMP): pyproject.toml
 	python3 -m venv $(VENV)
 	$(VENV)/bin/pip install --quiet --upgrade "pip>=24"
 	$(VENV)/bin/pip install --quiet torch==2.13.0 "numpy==2.4.6" setuptools==84.2.1
-	$(VENV)/bin/pip install --quiet --no-build-isolation -e ".[dev]"
+	$(VENV)/bin/pip install --quiet --no-build-isolation -e ".[dev,train]"
 	$(PY) -m model.native.build
 	touch $@
 
@@ -38,6 +38,9 @@ proto: install
 
 bench: install
 	$(PY) bench/run.py $(if $(PEER),--peer $(PEER)) $(ARGS)
+
+check-wheel: install
+	$(PY) tests/wheel_check.py
 
 bench-memory: install
 	$(PY) bench/memory.py
