@@ -1,28 +1,23 @@
 // The C interface that ffi.py binds. Nothing throws across it; a forward pass checks every index against the pools
 // before it touches memory.
-#include <exception>
-#include <new>
-#include <string>
+#include "api.h"
+
 #include <vector>
 
 #include "network.h"
 
+namespace mr {
+
+std::string& last_error() {
+    thread_local std::string text;
+    return text;
+}
+
+}  // namespace mr
+
 namespace {
 
 using namespace mr;
-
-thread_local std::string last_error;
-
-template <class F>
-int guarded(const F& f) {
-    try {
-        f();
-        return 0;
-    } catch (const std::exception& e) {
-        last_error = e.what();
-        return 1;
-    }
-}
 
 // One pass as Python hands it over; mirrored by ffi.py.
 struct Pass {
@@ -113,9 +108,7 @@ void run(Model& m, const Pass& p) {
 
 }  // namespace
 
-#define MR_API extern "C" __attribute__((visibility("default")))
-
-MR_API const char* mr_error() { return last_error.c_str(); }
+MR_API const char* mr_error() { return last_error().c_str(); }
 MR_API const char* mr_isa() { return kIsa; }
 
 MR_API Model* mr_create(const Config* config, const uint8_t* layer_kinds, int32_t threads) {
@@ -147,65 +140,13 @@ MR_API int mr_check(const Model* m) { return guarded([&] { m->check(); }); }
 MR_API int mr_forward(Model* m, const Pass* pass) {
     std::string wrong;
     if (guarded([&] { wrong = fault(*m, *pass); })) return 1;
-    if (!wrong.empty()) return last_error = wrong, 2;
+    if (!wrong.empty()) return last_error() = wrong, 2;
     return guarded([&] { run(*m, *pass); });
 }
 
-MR_API void mr_profile(Model* m, int32_t on, double* seconds) {
-    m->profiling = on;
+MR_API void mr_profile(Model* m, int32_t clock, double* seconds) {
+    m->profiling = Clock(clock);
     for (int i = 0; i < int(Op::kCount); ++i) seconds[i] = m->seconds[i], m->seconds[i] = 0;
 }
 
 MR_API int64_t mr_weight_bytes(const Model* m) { return int64_t(m->arena.bytes()); }
-
-// ---- single operations, for tests and profiles ----
-
-MR_API int mr_op_gemm(const Source* parts, int32_t num_parts, int32_t join, const float* a, int32_t m, float* c,
-                      int64_t ldc, int32_t finish, const float* d, int64_t ldd, const float* betas, int32_t threads) {
-    return guarded([&] {
-        Arena arena;
-        Pool pool(threads);
-        Gemm gemm(pool);
-        const Matrix w = pack(arena, parts, num_parts, Join(join));
-        GemmJob job;
-        job.w = &w, job.a = a, job.lda = w.k, job.m = m, job.c = c, job.ldc = ldc;
-        job.finish = Finish(finish), job.d = d, job.ldd = ldd;
-        if (betas) job.act = {betas[0] > 0, betas[0], betas[1]};
-        gemm.run(job);
-    });
-}
-
-MR_API int mr_op_unpack(const Source* parts, int32_t num_parts, int32_t join, float* out, int32_t* kind) {
-    return guarded([&] {
-        Arena arena;
-        const Matrix w = pack(arena, parts, num_parts, Join(join));
-        *kind = int32_t(w.kind);
-        for (int r = 0; r < w.n * (w.glu ? 2 : 1); ++r)
-            for (int k = 0; k < w.k; ++k) *out++ = unpack_one(w, r, k);
-    });
-}
-
-MR_API void mr_op_math(int32_t function, const float* x, float* out, int64_t n) {
-    for (int64_t i = 0; i < n; i += kLanes) {
-        const int lanes = n - i < kLanes ? int(n - i) : kLanes;
-        const V a = load_n(x + i, lanes);
-        const V y = function == 0 ? exp(a) : function == 1 ? sigmoid(a) : function == 2 ? tanh(a) : softplus(a);
-        store_n(out + i, y, lanes);
-    }
-}
-
-// One head: q (scaled), k, g = log decay [tokens][keys], v and out [tokens][values], state [keys][values].
-MR_API int mr_op_kda(int32_t tokens, int32_t keys, int32_t values, const float* q, const float* k, const float* g,
-                     const float* beta, const float* v, float* state, float* out) {
-    return guarded([&] {
-        const ptrdiff_t wide = (values + 15) / 16 * 16;
-        std::vector<float> alpha(size_t(tokens) * size_t(keys) + 16), padded(size_t(tokens * wide)), o(size_t(tokens * wide));
-        std::vector<float> work(size_t(tokens) * size_t(keys) + size_t(keys) * kLanes);
-        mr_op_math(0, g, alpha.data(), int64_t(tokens) * keys);
-        for (int t = 0; t < tokens; ++t)
-            for (int i = 0; i < values; ++i) padded[size_t(t * wide + i)] = v[t * values + i];
-        kda_recurrence(state, keys, values, tokens, q, k, alpha.data(), beta, padded.data(), o.data(), wide, work.data());
-        for (int t = 0; t < tokens; ++t)
-            for (int i = 0; i < values; ++i) out[t * values + i] = o[size_t(t * wide + i)];
-    });
-}

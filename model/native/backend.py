@@ -12,7 +12,7 @@ import torch
 
 from model.batch import PoolLayout, Segment
 from model.errors import BackendUnavailable
-from model.native.ffi import LOGITS_MODES, Op, Pass, library
+from model.native.ffi import LOGITS_MODES, Clock, Op, Pass, library
 from model.native.loader import Loader, network_shape
 from moonrelay.errors import InvariantError
 
@@ -91,15 +91,16 @@ class NativeBackend:
             raise (BatchError if status == WRONG_PASS else MemoryError)(self._lib.mr_error().decode())
         return out
 
-    def profile(self, on: bool) -> dict[str, float]:
-        """Switch per-operation timing; return the seconds spent in each operation since the last call."""
+    def profile(self, clock: Clock) -> dict[str, float]:
+        """Choose the clock that times operations; return the seconds spent in each since the last call."""
         seconds = (ctypes.c_double * len(Op))()
-        self._lib.mr_profile(self._handle, on, seconds)
+        self._lib.mr_profile(self._handle, clock, seconds)
         return {op.name.lower(): seconds[op] for op in Op}
 
     def _check_pools(self, rows: torch.Tensor, state: torch.Tensor) -> PoolLayout:
         for name, pool in (("rows", rows), ("state", state)):
-            if pool.dtype != torch.float32 or pool.dim() != 2 or not pool.is_contiguous() or pool.device.type != "cpu":
+            flat = pool.dim() == 2 and pool.is_contiguous() and pool.device.type == "cpu"
+            if not flat or pool.dtype != torch.float32:
                 raise BatchError(f"{name}: expected a contiguous two-dimensional fp32 CPU tensor")
         one = self.layout(1)
         block_tokens, rest = divmod(rows.shape[1], one.block_floats) if one.block_floats else (1, 0)

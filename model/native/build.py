@@ -1,4 +1,4 @@
-"""Compile the C++ sources once per machine and version into the user's cache. `python -m model.native.build` does it."""
+"""Compile the C++ sources once per machine and version into the user's cache: `python -m model.native.build`."""
 
 from __future__ import annotations
 

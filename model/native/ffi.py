@@ -13,10 +13,12 @@ import numpy as np
 from model.errors import BackendUnavailable
 from model.native.build import build
 
-_INTS = """vocab hidden num_layers heads q_lora kv_lora nope rope v_dim mla_gate kda_heads key_dim value_dim
-conv_kernel gate_rank full_rank_gate bounded_gate dense_inter experts top_k shared_inter expert_inter latent
-renormalize res_block situ""".split()
-_FLOATS = "eps lora_eps l2_eps gate_bound beta linear_beta routed_scale".split()
+_INTS = (
+    "vocab", "hidden", "num_layers", "heads", "q_lora", "kv_lora", "nope", "rope", "v_dim", "mla_gate", "kda_heads",
+    "key_dim", "value_dim", "conv_kernel", "gate_rank", "full_rank_gate", "bounded_gate", "dense_inter", "experts",
+    "top_k", "shared_inter", "expert_inter", "latent", "renormalize", "res_block", "situ",
+)  # fmt: skip
+_FLOATS = ("eps", "lora_eps", "l2_eps", "gate_bound", "beta", "linear_beta", "routed_scale")
 
 
 class NetworkShape(ctypes.Structure):
@@ -76,6 +78,10 @@ class MathFunction(IntEnum):
     EXP, SIGMOID, TANH, SOFTPLUS = range(4)
 
 
+class Clock(IntEnum):
+    OFF, WALL, CPU = range(3)
+
+
 class MatrixSlot(IntEnum):
     (
         ATTN_IN, DECAY, GATE_B, ATTN_OUT, Q_B, KEY_UP, VALUE_UP, DENSE_IN, DENSE_OUT, FFN_IN, SHARED_IN, FFN_OUT,
@@ -113,11 +119,24 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "mr_weight_bytes": (c_int64, [c_void_p]),
     "mr_op_gemm": (
         c_int32,
-        [POINTER(Source), c_int32, c_int32, c_void_p, c_int32, c_void_p, c_int64, c_int32, c_void_p, c_int64]
-        + [c_void_p, c_int32],
+        [
+            POINTER(Source),
+            c_int32,
+            c_int32,
+            c_void_p,
+            c_int32,
+            c_void_p,
+            c_int64,
+            c_int32,
+            c_void_p,
+            c_int64,
+            c_void_p,
+            c_int32,
+        ],
     ),
     "mr_op_unpack": (c_int32, [POINTER(Source), c_int32, c_int32, c_void_p, POINTER(c_int32)]),
     "mr_op_math": (None, [c_int32, c_void_p, c_void_p, c_int64]),
+    "mr_op_ceiling": (None, [POINTER(c_double), POINTER(c_double)]),
     "mr_op_kda": (c_int32, [c_int32, c_int32, c_int32, *[c_void_p] * 7]),
 }
 
@@ -158,8 +177,7 @@ def _self_check(lib: ctypes.CDLL, path: Path) -> None:
         source = Source(data.ctypes.data, scale.ctypes.data, kind, 37, 64, 64, 1)
         for m in (1, 7):
             out = np.full((m, 37), np.nan, np.float32)
-            status = lib.mr_op_gemm(
-                ctypes.byref(source), 1, Join.ROWS, a.ctypes.data, m, out.ctypes.data, 37, Finish.STORE, None, 0, None, 1
-            )
+            operands = (ctypes.byref(source), 1, Join.ROWS, a.ctypes.data, m, out.ctypes.data, 37)
+            status = lib.mr_op_gemm(*operands, Finish.STORE, None, 0, None, 1)
             if status or not np.array_equal(out, a[:m] @ weights.T):
                 raise BackendUnavailable(f"{path} multiplies {kind.name} weights wrongly on this machine")

@@ -11,7 +11,7 @@ constexpr int kTileRows = 6;
 // few as the register file holds.
 constexpr int kWide[kTileRows + 1] = {0, 4, 2, kLanes == 16 ? 2 : 1, kLanes == 16 ? 2 : 1, kLanes == 16 ? 2 : 1,
                                       kLanes == 16 ? 2 : 1};
-constexpr int kPrefetch = 1024;  // bytes ahead in each weight stream
+constexpr int kPrefetch = 384;  // bytes ahead in each weight stream
 
 template <int R, int P>
 struct Acc { V v[R][P * 2]; };
@@ -103,43 +103,58 @@ void finish(const GemmJob& job, const float* tile, int rows, int panels, int row
     }
 }
 
-template <int R, int P>
-void tile(const GemmJob& job, Kind kind, const uint8_t* w, int row0, int panel0) {
+template <Kind kind, int R, int P>
+void tile(const GemmJob& job, int row0, int panel0) {
     const float* a[R];
     for (int r = 0; r < R; ++r) a[r] = job.a + ptrdiff_t(job.rows ? job.rows[row0 + r] : row0 + r) * job.lda;
     const Matrix& m = *job.w;
+    const uint8_t* w = m.panel(panel0);
     Acc<R, P> acc;
     clear(acc);
-    if (kind == Kind::kBf16) accumulate_bf16(acc, a, w, m.panel_bytes, m.k);
-    else if (kind == Kind::kF32) accumulate_f32(acc, a, w, m.panel_bytes, m.k);
-    else accumulate_mx(acc, a, w, m.panel_bytes, m.k);
+    if constexpr (kind == Kind::kBf16) accumulate_bf16(acc, a, w, m.panel_bytes, m.k);
+    if constexpr (kind == Kind::kF32) accumulate_f32(acc, a, w, m.panel_bytes, m.k);
+    if constexpr (kind == Kind::kMx) accumulate_mx(acc, a, w, m.panel_bytes, m.k);
     alignas(64) float out[R * P * kPanel];
+#pragma GCC unroll 6
     for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
         for (int i = 0; i < P * 2; ++i) store(out + (r * P * 2 + i) * kLanes, acc.v[r][i]);
     finish(job, out, R, P, row0, panel0);
 }
 
 // All panels of [panel0, panel1) for R rows.
-template <int R>
+template <Kind kind, int R>
 void strip(const GemmJob& job, int row0, int panel0, int panel1) {
-    const Kind kind = job.w->kind;
-    constexpr int wide = kWide[R];
+    constexpr int wide = kind == Kind::kMx ? (R == 1 ? 2 : 1) : kWide[R];
     int p = panel0;
     if constexpr (wide >= 4)
-        for (; p + 4 <= panel1; p += 4) tile<R, 4>(job, kind, job.w->panel(p), row0, p);
+        for (; p + 4 <= panel1; p += 4) tile<kind, R, 4>(job, row0, p);
     if constexpr (wide >= 2)
-        for (; p + 2 <= panel1; p += 2) tile<R, 2>(job, kind, job.w->panel(p), row0, p);
-    for (; p < panel1; ++p) tile<R, 1>(job, kind, job.w->panel(p), row0, p);
+        for (; p + 2 <= panel1; p += 2) tile<kind, R, 2>(job, row0, p);
+    for (; p < panel1; ++p) tile<kind, R, 1>(job, row0, p);
 }
 
+template <Kind kind>
 void strip(const GemmJob& job, int rows, int row0, int panel0, int panel1) {
     switch (rows) {
-        case 1: return strip<1>(job, row0, panel0, panel1);
-        case 2: return strip<2>(job, row0, panel0, panel1);
-        case 3: return strip<3>(job, row0, panel0, panel1);
-        case 4: return strip<4>(job, row0, panel0, panel1);
-        case 5: return strip<5>(job, row0, panel0, panel1);
-        default: return strip<6>(job, row0, panel0, panel1);
+        case 1: return strip<kind, 1>(job, row0, panel0, panel1);
+        case 2: return strip<kind, 2>(job, row0, panel0, panel1);
+        case 3: return strip<kind, 3>(job, row0, panel0, panel1);
+        case 4: return strip<kind, 4>(job, row0, panel0, panel1);
+        case 5: return strip<kind, 5>(job, row0, panel0, panel1);
+        default: return strip<kind, 6>(job, row0, panel0, panel1);
+    }
+}
+
+// Rows [row0, row1) in as few tiles as possible, of sizes that differ by at most one.
+void strips(const GemmJob& job, int row0, int row1, int panel0, int panel1) {
+    int left = (row1 - row0 + kTileRows - 1) / kTileRows;
+    for (int r = row0; r < row1; --left) {
+        const int rows = (row1 - r + left - 1) / left;
+        if (job.w->kind == Kind::kBf16) strip<Kind::kBf16>(job, rows, r, panel0, panel1);
+        else if (job.w->kind == Kind::kF32) strip<Kind::kF32>(job, rows, r, panel0, panel1);
+        else strip<Kind::kMx>(job, rows, r, panel0, panel1);
+        r += rows;
     }
 }
 
@@ -153,30 +168,25 @@ int block_rows(int k) {
 
 void Gemm::execute(const Task& t, int thread) {
     const GemmJob& job = *t.job;
-    const int rows = t.row1 - t.row0;
-    if (rows <= kTileRows) return strip(job, rows, t.row0, t.panel0, t.panel1);
-    std::vector<uint8_t>& widened = widened_[size_t(thread)];
+    if (t.row1 - t.row0 <= kTileRows) return strips(job, t.row0, t.row1, t.panel0, t.panel1);
     const Matrix& m = *job.w;
-    if (m.kind == Kind::kMx) widened.resize(size_t(m.k) * kPanel * 2);
-    constexpr int wide = kWide[kTileRows];
-    for (int p = t.panel0; p < t.panel1; p += wide) {
-        const int q = min_int(p + wide, t.panel1);
-        if (m.kind == Kind::kMx) {
-            // Widen the panel once and run the bf16 kernel on it: the same weights, so the same bits.
-            Matrix one = m;
-            one.kind = Kind::kBf16;
-            one.panel_bytes = size_t(m.k) * kPanel * 2;
-            for (int i = p; i < q; ++i) {
-                mx_to_bf16(m.panel(i), m.k, widened.data());
-                one.data = widened.data() - size_t(i) * one.panel_bytes;
-                GemmJob narrow = job;
-                narrow.w = &one;
-                for (int r = t.row0; r < t.row1; r += kTileRows)
-                    strip(narrow, min_int(kTileRows, t.row1 - r), r, i, i + 1);
-            }
-            continue;
-        }
-        for (int r = t.row0; r < t.row1; r += kTileRows) strip(job, min_int(kTileRows, t.row1 - r), r, p, q);
+    if (m.kind != Kind::kMx) {
+        constexpr int wide = kWide[kTileRows];
+        for (int p = t.panel0; p < t.panel1; p += wide) strips(job, t.row0, t.row1, p, min_int(p + wide, t.panel1));
+        return;
+    }
+    // Widen each panel once and run the bf16 kernel on it: the same weights, so the same bits.
+    std::vector<uint8_t>& widened = widened_[size_t(thread)];
+    Matrix one = m;
+    one.kind = Kind::kBf16;
+    one.panel_bytes = size_t(m.k) * kPanel * 2;
+    widened.resize(one.panel_bytes);
+    GemmJob narrow = job;
+    narrow.w = &one;
+    for (int p = t.panel0; p < t.panel1; ++p) {
+        mx_to_bf16(m.panel(p), m.k, widened.data());
+        one.data = widened.data() - ptrdiff_t(one.panel_bytes) * p;
+        strips(narrow, t.row0, t.row1, p, p + 1);
     }
 }
 

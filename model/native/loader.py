@@ -102,7 +102,7 @@ class Loader:
         self._matrix(layer, MatrixSlot.ATTN_OUT, self._attention(layer, "o_proj"))
         # kv_b holds, per head, W_UK [nope, latent] then W_UV [v, latent]; absorbed attention wants W_UK transposed.
         kv_b = self.weights[self._attention(layer, "kv_b_proj")[0]]
-        for head in kv_b.split(config.qk_nope_dim + config.v_dim):
+        for head in torch.split(kv_b, config.qk_nope_dim + config.v_dim):
             self._pack(layer, MatrixSlot.KEY_UP, [_source(head[: config.qk_nope_dim].T)], Join.ROWS)
             self._pack(layer, MatrixSlot.VALUE_UP, [_source(head[config.qk_nope_dim :])], Join.ROWS)
 

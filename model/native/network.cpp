@@ -1,5 +1,7 @@
 #include "network.h"
 
+#include <time.h>
+
 #include <stdexcept>
 #include <string>
 
@@ -11,6 +13,12 @@ namespace {
 constexpr int kMaxSources = 64;  // AttnRes vectors one mix may weigh
 
 }  // namespace
+
+double now(Clock clock) {
+    timespec t;
+    clock_gettime(clock == Clock::kCpu ? CLOCK_THREAD_CPUTIME_ID : CLOCK_MONOTONIC, &t);
+    return double(t.tv_sec) + 1e-9 * double(t.tv_nsec);
+}
 
 Model::Model(const Config& c, const uint8_t* layer_kinds, int threads)
     : config(c), pool(threads), gemm(pool), layers(size_t(c.num_layers)), thread_scratch_(size_t(pool.threads())) {

@@ -2,7 +2,6 @@
 // and the parts that pass through them. model/batch.py describes the pools.
 #pragma once
 
-#include <chrono>
 #include <functional>
 #include <vector>
 
@@ -112,6 +111,12 @@ enum class Op : int {  // mirrored by ffi.py
     kExpertIn, kExpertOut, kCombine, kFfnOut, kLogits, kCount,
 };
 
+// Which clock times the operations. The calling thread's CPU time is the honest one on a shared machine, for one
+// thread.
+enum class Clock : int { kOff, kWall, kCpu };  // mirrored by ffi.py
+
+double now(Clock clock);
+
 class Model {
 public:
     Model(const Config& config, const uint8_t* layer_kinds, int threads);
@@ -128,7 +133,7 @@ public:
     Layer globals;
     const void* embedding = nullptr;
     Kind embedding_kind = Kind::kF32;
-    bool profiling = false;
+    Clock profiling = Clock::kOff;
     double seconds[int(Op::kCount)] = {};
 
 private:
@@ -151,10 +156,10 @@ private:
 
     template <class F>
     void timed(Op op, const F& f) {
-        if (!profiling) return f();
-        const auto begin = std::chrono::steady_clock::now();
+        if (profiling == Clock::kOff) return f();
+        const double begin = now(profiling);
         f();
-        seconds[int(op)] += std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
+        seconds[int(op)] += now(profiling) - begin;
     }
 
     Activation act_;
