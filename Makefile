@@ -1,11 +1,13 @@
 # The toolbox. Every target works on a fresh clone: it makes .venv first.
 VENV := .venv
 PY := $(VENV)/bin/python
-STAMP := $(VENV)/.installed-$(shell cksum < pyproject.toml | cut -d' ' -f1)
+SUM := $(shell cksum < pyproject.toml | cut -d' ' -f1)
+STAMP := $(VENV)/.installed-$(SUM)
+DEV_STAMP := $(VENV)/.installed-dev-$(SUM)
 export OMP_NUM_THREADS ?= 1
 export UCX_MODULES ?= ^efa
 
-.PHONY: install demo up check test proto bench bench-memory check-wheel clean
+.PHONY: install dev demo up check test proto bench bench-memory check-wheel clean
 
 install: $(STAMP)
 
@@ -13,9 +15,15 @@ install: $(STAMP)
 $(STAMP): pyproject.toml
 	python3 -m venv $(VENV)
 	$(VENV)/bin/pip install --quiet --upgrade "pip>=24"
-	$(VENV)/bin/pip install --quiet torch==2.13.0 "numpy==2.4.6" setuptools==84.2.1
-	$(VENV)/bin/pip install --quiet --no-build-isolation -e ".[dev,train]"
+	$(VENV)/bin/pip install --quiet torch==2.13.0 numpy==2.4.6 setuptools==84.2.1
+	$(VENV)/bin/pip install --quiet --no-build-isolation -e .
 	$(PY) -m model.native.build
+	touch $@
+
+# Linters, test tools, a client to test with, the tokenizer's trainer: not for the quick start.
+dev: $(DEV_STAMP)
+$(DEV_STAMP): $(STAMP)
+	$(VENV)/bin/pip install --quiet --no-build-isolation -e ".[dev,train]"
 	touch $@
 
 demo: install
@@ -24,22 +32,22 @@ demo: install
 up: install
 	$(VENV)/bin/moonrelay up $(ARGS)
 
-test: install
+test: dev
 	$(PY) -m pytest $(ARGS)
 
-check: install
+check: dev
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy moonrelay model engine cachestore prefill decode router train
 	$(PY) -m moonrelay.protos --check
 
-proto: install
+proto: dev
 	$(PY) -m moonrelay.protos
 
 bench: install
 	$(PY) bench/run.py $(if $(PEER),--peer $(PEER)) $(ARGS)
 
-check-wheel: install
+check-wheel: dev
 	$(PY) tests/wheel_check.py
 
 bench-memory: install
