@@ -138,8 +138,8 @@ class CacheClient:
     async def publish(self, node: Member, root: bytes, offers: Sequence[Offer], deadline_s: float) -> PublishReport:
         """Have a node pull the offered entries; returns once they can be found. Parents come before children.
 
-        The source memory must not change meanwhile; bytes that did are refused by their checksum. Raises:
-        TransferError, Unavailable.
+        The source memory must not change meanwhile; bytes that did are refused by their checksum.
+        Raises: Unavailable, TransferError; then it is not stored, or not known to be.
         """
         entries = [
             cache_pb2.Entry(

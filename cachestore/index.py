@@ -26,22 +26,24 @@ _FAMILY: dict[Kind, str] = {"block": "block", "snapshot": "snap"}
 KEY_TTL_S = 3_600  # renewed by every write and by live nodes; for so long a dead node's losses have a name
 
 # KEYS: nodes set, then per live node its block and its snapshot hash.
-# ARGV: number of nodes, number of leading hashes where a snapshot is of use, block key prefix, live NODE:EPOCHs,
-# then the prefix hashes.
+# ARGV: block key prefix, all prefix hashes joined (as one word: two thousand cost the client milliseconds to send),
+# then the live NODE:EPOCHs.
 # Returns {depth, dead, snapshot depth, snapshot's node, first, end, node, first, end, node, ...}: nodes count from 1.
 # At each place the node whose chain goes on the longest is taken, which gives the fewest runs; each node is asked
 # only from the place reached, in chunks, so the cost is the depth and not nodes times prompt.
 MATCH = """
-local num_nodes, limit, prefix = tonumber(ARGV[1]), tonumber(ARGV[2]), ARGV[3]
-local base = 3 + num_nodes
-local total = #ARGV - base
+local prefix, joined, num_nodes = ARGV[1], ARGV[2], #ARGV - 2
+local total = #joined / 16
 local CHUNK = 256
+
+local hashes = {}
+for i = 1, total do hashes[i] = string.sub(joined, 16 * i - 15, 16 * i) end
 
 local function chain(key, first)
   local at = first
   while at < total do
     local last = math.min(total, at + CHUNK)
-    local got = redis.call('HMGET', key, unpack(ARGV, base + at + 1, base + last))
+    local got = redis.call('HMGET', key, unpack(hashes, at + 1, last))
     for i = 1, last - at do
       if not got[i] then return at + i - 1 end
     end
@@ -54,7 +56,7 @@ local runs, depth = {}, 0
 while depth < total do
   local best, owner = depth, 0
   for n = 1, num_nodes do
-    if redis.call('HEXISTS', KEYS[2 * n], ARGV[base + depth + 1]) == 1 then
+    if redis.call('HEXISTS', KEYS[2 * n], hashes[depth + 1]) == 1 then
       local reach = chain(KEYS[2 * n], depth)
       if reach > best then best, owner = reach, n end
     end
@@ -67,11 +69,15 @@ while depth < total do
 end
 
 local found, holder = 0, 0
-local at = math.min(depth, limit)
-while at > 0 and found == 0 do
+local at = depth
+local holders = {}
+for n = 1, num_nodes do
+  if redis.call('EXISTS', KEYS[2 * n + 1]) == 1 then holders[#holders + 1] = n end
+end
+while #holders > 0 and at > 0 and found == 0 do
   local low = math.max(0, at - CHUNK)
-  for n = 1, num_nodes do
-    local got = redis.call('HMGET', KEYS[2 * n + 1], unpack(ARGV, base + low + 1, base + at))
+  for _, n in ipairs(holders) do
+    local got = redis.call('HMGET', KEYS[2 * n + 1], unpack(hashes, low + 1, at))
     for i = at - low, 1, -1 do
       if got[i] and low + i > found then found, holder = low + i, n end
     end
@@ -82,9 +88,9 @@ end
 local dead = 0
 if depth < total then
   local live = {}
-  for n = 1, num_nodes do live[ARGV[3 + n]] = true end
+  for n = 1, num_nodes do live[ARGV[2 + n]] = true end
   for _, name in ipairs(redis.call('SMEMBERS', KEYS[1])) do
-    if not live[name] and redis.call('HEXISTS', prefix .. name, ARGV[base + depth + 1]) == 1 then dead = 1 end
+    if not live[name] and redis.call('HEXISTS', prefix .. name, hashes[depth + 1]) == 1 then dead = 1 end
   end
 end
 return {depth, dead, found, holder, unpack(runs)}
@@ -175,7 +181,7 @@ class CacheIndex:
         keys = [prefix + "nodes"]
         for name in names:
             keys += [f"{prefix}block:{name}", f"{prefix}snap:{name}"]
-        args: list[Any] = [len(nodes), len(usable), prefix + "block:", *names, *usable]
+        args: list[Any] = [prefix + "block:", b"".join(usable), *names]
         return self.explain(prompt_tokens, await self._match(keys=keys, args=args), nodes)
 
     def explain(self, prompt_tokens: int, found: Sequence[int], nodes: Sequence[Node]) -> Match:

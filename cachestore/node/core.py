@@ -244,7 +244,8 @@ class NodeCore:
         return lease
 
     def regions(self, key: Key) -> tuple[Region, ...]:
-        return self._entries[key].regions
+        """Where a visible entry's bytes are; nothing of one that is not."""
+        return self._entries[key].regions if key in self._recent else ()
 
     def renew(self, lease_id: str, fence: int, now_ms: int) -> Lease | None:
         """The lease with its time begun anew; None where it has ended or the fence is another's."""

@@ -1,0 +1,123 @@
+"""A cache node's gRPC service, and what the node does by itself."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+import grpc
+
+from cachestore.node.core import BLOCK, SNAPSHOT, Key, NodeCore, Region
+from cachestore.node.intake import ARENA_POOL, ENTRIES_MAX, Identity, Intake
+from cachestore.node.metrics import NodeMetrics
+from moonrelay.errors import InvalidRequest, InvariantError, Overloaded, ServeError, StaleEpoch
+from moonrelay.membership import Load, Membership
+from moonrelay.status import grpc_status
+from moonrelay.stubs.v1 import cache_pb2, cache_pb2_grpc, common_pb2
+
+logger = logging.getLogger(__name__)
+
+LEASE_TTL_MS_MAX = 60_000
+TICK_S = 0.25  # expiring leases, load for the heartbeat
+RENEW_S = 5.0  # keeping the index keys alive, and noticing that they vanished
+T = TypeVar("T")
+
+
+class NotHere(ServeError):
+    """An entry that a lease names is not in this node: the index was behind."""
+
+    code = "not_found"
+
+
+class CacheNodeEdge(cache_pb2_grpc.CacheNodeServicer):
+    """The service. Its entries outlive no process: a restarted node is another epoch and starts empty."""
+
+    def __init__(
+        self, core: NodeCore, intake: Intake, identity: Identity, metrics: NodeMetrics,
+        on_bug: Callable[[BaseException], None],
+    ) -> None:  # fmt: skip
+        self._core, self._intake, self._identity, self._metrics = core, intake, identity, metrics
+        self._on_bug = on_bug
+        metrics.watch(core.stats)
+
+    async def Publish(self, request: cache_pb2.PublishRequest, context: Any) -> cache_pb2.PublishReply:
+        return await self._answer(context, "publish", self._intake.publish(request, context.time_remaining()))
+
+    async def Lease(self, request: cache_pb2.LeaseRequest, context: Any) -> cache_pb2.LeaseReply:
+        return await self._answer(context, "lease", self._lease(request))
+
+    async def Renew(self, request: cache_pb2.RenewRequest, context: Any) -> cache_pb2.RenewReply:
+        return await self._answer(context, "lease", self._renew(request))
+
+    async def Release(self, request: cache_pb2.ReleaseRequest, context: Any) -> cache_pb2.ReleaseReply:
+        self._core.release(request.lease_id, request.fence)
+        return cache_pb2.ReleaseReply()
+
+    async def run(self, membership: Membership) -> None:
+        """Expire leases, keep the index alive, report load; check the books whenever nothing is going on."""
+        was_idle, renew_at_s = False, time.monotonic() + RENEW_S
+        while True:
+            await asyncio.sleep(TICK_S)
+            self._metrics.leases_expired.inc(self._core.expire(_now_ms()))
+            stats = self._core.stats()
+            membership.update(load=Load(free_bytes=stats.free_bytes, capacity_bytes=stats.capacity_bytes))
+            idle = not (stats.num_landing or stats.num_leases or stats.quarantined_bytes)
+            if idle and not was_idle:
+                self._core.check()
+            was_idle = idle
+            if time.monotonic() >= renew_at_s:
+                renew_at_s = time.monotonic() + RENEW_S
+                await self._intake.renew_index()
+
+    async def _lease(self, request: cache_pb2.LeaseRequest) -> cache_pb2.LeaseReply:
+        """All of the named entries or none. Raises: InvalidRequest, StaleEpoch, NotHere, Overloaded."""
+        if request.node_epoch != self._identity.epoch:
+            raise StaleEpoch(f"this node's epoch is {self._identity.epoch}, not {request.node_epoch}")
+        if not 0 < len(request.blocks) + len(request.snapshots) <= ENTRIES_MAX:
+            raise InvalidRequest(f"a lease names 1 to {ENTRIES_MAX} entries", param="blocks")
+        if not 0 < request.ttl_ms <= LEASE_TTL_MS_MAX:
+            raise InvalidRequest(f"expected 1 to {LEASE_TTL_MS_MAX} ms, found {request.ttl_ms}", param="ttl_ms")
+        keys = [Key(request.root, BLOCK, h) for h in request.blocks]
+        keys += [Key(request.root, SNAPSHOT, h) for h in request.snapshots]
+        lease = self._core.lease(keys, request.ttl_ms, _now_ms())
+        if lease is None:
+            raise Overloaded("too many leases are in force")
+        if isinstance(lease, Key):
+            raise NotHere(f"a {lease.kind} is not here")
+        self._metrics.leases_granted.inc()
+        spans = [cache_pb2.EntrySpans(spans=map(_span, self._core.regions(key))) for key in keys]
+        count = len(request.blocks)
+        return cache_pb2.LeaseReply(
+            lease_id=lease.id, fence=lease.fence, ttl_ms=lease.ttl_ms, blocks=spans[:count], snapshots=spans[count:]
+        )
+
+    async def _renew(self, request: cache_pb2.RenewRequest) -> cache_pb2.RenewReply:
+        lease = self._core.renew(request.lease_id, request.fence, _now_ms())
+        if lease is None:
+            raise NotHere("the lease has ended")
+        return cache_pb2.RenewReply(ttl_ms=lease.ttl_ms)
+
+    async def _answer(self, context: Any, what: str, call: Coroutine[Any, Any, T]) -> T:
+        """The one place where a fault becomes a status. A broken invariant ends the process."""
+        try:
+            return await call
+        except ServeError as error:
+            refused = self._metrics.publish_failed if what == "publish" else self._metrics.leases_refused
+            refused.labels(error.code).inc()
+            status = grpc.StatusCode.NOT_FOUND if isinstance(error, NotHere) else grpc_status(error)
+            await context.abort(status, str(error))
+            raise InvariantError("an aborted call went on") from error
+        except InvariantError as bug:
+            self._on_bug(bug)
+            raise
+
+
+def _span(region: Region) -> common_pb2.Span:
+    return common_pb2.Span(pool=ARENA_POOL, offset=region.offset, length=region.length, xxh3=region.xxh3)
+
+
+def _now_ms() -> int:
+    return int(time.monotonic() * 1000)

@@ -1,0 +1,39 @@
+"""A cache node's settings."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from moonrelay.errors import SettingsError
+
+DRAM_BYTES_MIN = 1 << 20
+
+
+class CacheSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A cache node: blocks and snapshots in this host's memory."""
+
+    redis_url: str
+    cluster: str = "local"
+    instance_id: str | None = None  # None: role, host name and pid; a restarted node should keep its id
+    listen: str = "127.0.0.1:0"
+    advertise_host: str | None = None  # what peers dial; None: the host of `listen`
+    metrics_listen: str = "127.0.0.1:0"
+    ready_file: str | None = None
+    transport: Literal["auto", "nixl", "tcp"] = "auto"
+    dram_bytes: int = 512 << 20  # address space; a page costs memory once it is used
+    pull_timeout_ms: int = 10_000  # the longest a publish may take
+    longest_transfer_ms: int = 2_000  # how long a read may go on after its lease expired
+    log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
+
+    def __post_init__(self) -> None:
+        if self.dram_bytes < DRAM_BYTES_MIN:
+            raise SettingsError(f"dram_bytes: expected at least {DRAM_BYTES_MIN}, found {self.dram_bytes}")
+        for name in ("pull_timeout_ms", "longest_transfer_ms"):
+            if getattr(self, name) <= 0:
+                raise SettingsError(f"{name}: expected more than 0, found {getattr(self, name)}")
+        for name in ("listen", "metrics_listen"):
+            host, colon, port = getattr(self, name).rpartition(":")
+            if not host or not colon or not port.isdigit() or int(port) > 65_535:
+                raise SettingsError(f"{name}: expected HOST:PORT, found {getattr(self, name)!r}")
