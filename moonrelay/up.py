@@ -159,7 +159,7 @@ class Supervisor:
         role, index = name.rsplit("-", 1)
         ready = self.nursery.dir / f"{name}.ready"
         host = self.settings.host
-        args = ["--instance-id", name, "--redis-url", str(self.redis_url), "--ready-file", str(ready)]
+        args = ["--instance-id", name, "--cluster", "local", "--redis-url", str(self.redis_url), "--ready-file", str(ready)]
         if role == "router":
             http = self.settings.port and self.settings.port + 2 * int(index)
             grpc = self.settings.port and self.settings.port + 2 * int(index) + 1
@@ -205,7 +205,7 @@ class Supervisor:
         lines = service.child.log.read_text(errors="replace").splitlines()
         if service.name != "valkey" or self.settings.verbose:
             for line in lines[shown:]:
-                if self.settings.verbose or not line.startswith("{"):
+                if self.settings.verbose or not (line.startswith("{") or " settings: " in line):
                     say(f"  {service.name}: {line}")
         return len(lines)
 
