@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Final, Literal
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, start_http_server
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
@@ -16,6 +16,7 @@ from moonrelay.stubs.v1 import common_pb2
 Source = Literal["prefill", "decode"]
 SECONDS: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 FINE_SECONDS: Final = (0.0001, 0.00025, 0.0005, *SECONDS[:12])
+disable_created_metrics()  # type: ignore[no-untyped-call]  # a time series beside every other one that nobody reads
 TIERS: Final = ("device", "host", "disk", "remote")
 
 
@@ -26,6 +27,7 @@ class WorkerMetrics:
         self.registry = CollectorRegistry()
         self.source = source
         self._model = model_name
+        self.warming = False  # what runs before the worker is ready is nobody's request
         self.on_memory_freed: Callable[[], object] = lambda: None
         self.prompt_tokens = self._vllm_counter("prompt_tokens", "Prompt tokens of requests, cached ones included")
         self.generation_tokens = self._vllm_counter("generation_tokens", "Tokens drawn")
@@ -53,7 +55,7 @@ class WorkerMetrics:
         self.publish_skipped = self.counter(
             "publish_skipped", "Prompts not offered to the cache, by why", ("reason",)
         )
-        self.published = self.counter("published_entries", "Blocks and snapshots offered, by outcome", ("outcome",))
+        self.published_entries = self.counter("published_entries", "Cache entries offered, by outcome", ("outcome",))
         self.step_seconds = self.histogram("step_seconds", "One engine step", FINE_SECONDS)
         self.failed = self.counter("sequences_failed", "Sequences ended by a fault of the model")
         self.quarantined_bytes = self.gauge("quarantined_bytes", "Memory that a late read of ours may still write")
@@ -86,10 +88,14 @@ class WorkerMetrics:
     # -- the engine's observer -------------------------------------------------------------------------------------
 
     def step_done(self, report: StepReport) -> None:
+        if self.warming:
+            return
         self.step_seconds.observe(report.total_s)
         self.generation_tokens.inc(report.num_tokens_drawn)
 
     def sequence_done(self, report: SequenceReport) -> None:
+        if self.warming:
+            return
         if report.reason is None:
             self.failed.inc()
         else:
@@ -118,6 +124,12 @@ class WorkerMetrics:
         if lost:
             name = common_pb2.MissReason.Name(usage.miss_reason).removeprefix("MISS_REASON_").lower()
             self.cache_lost.labels(name).inc(lost)
+
+    def fetched(self, transport: str, nbytes: int) -> None:
+        self.fetch_bytes.labels(transport).inc(nbytes)
+
+    def published(self, outcome: str, entries: int) -> None:
+        self.published_entries.labels(outcome).inc(entries)
 
     def watch(self, stats: Callable[[], EngineStats], extra_waiting: Callable[[], int], block_tokens: int) -> None:
         """Read the engine's budgets whenever somebody scrapes."""

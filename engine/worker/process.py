@@ -9,13 +9,12 @@ import os
 import signal
 import socket
 from collections.abc import Awaitable, Callable, Coroutine
+from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final, Protocol
 
 import grpc
-from moonrelay.membership import Load, Member, Membership
-from moonrelay.valkey import check_policy, connect
 
 from engine.engine import Engine, exit_process
 from engine.worker.memory import Memory
@@ -25,10 +24,13 @@ from engine.worker.prompt import PromptCache, PromptRunner, Spawn
 from engine.worker.service import Gate, Server
 from engine.worker.settings import WorkerSettings
 from model.errors import BackendUnavailable, ModelError
+from moonrelay.errors import Unavailable
 from moonrelay.ids import Role
 from moonrelay.log import configure
+from moonrelay.membership import Load, Member, Membership
 from moonrelay.settings import redacted
 from moonrelay.stubs.v1 import common_pb2
+from moonrelay.valkey import check_policy, connect
 
 log = logging.getLogger(__name__)
 WATCH_S: Final = 0.25  # how fresh the load in the heartbeats is
@@ -92,8 +94,14 @@ def serve(settings: WorkerSettings, *, role: Role, source: Source, service_name:
     except (ModelError, BackendUnavailable) as error:
         say(f"cannot serve {settings.model_dir}: {error}")
         return 1
-    asyncio.run(_until_signalled(Process(settings, role, source, service_name, model), assemble))
-    return 0
+    failed: list[str] = []
+    try:
+        asyncio.run(_until_signalled(Process(settings, role, source, service_name, model), assemble))
+    except* Unavailable as unavailable:
+        failed = [str(error) for error in unavailable.exceptions]
+    for line in failed:
+        say(f"{role} cannot go on: {line}")
+    return 1 if failed else 0
 
 
 async def _until_signalled(process: Process, assemble: Assemble) -> None:
@@ -116,6 +124,21 @@ def build_prompts(worker: Worker, cache: PromptCache) -> PromptRunner:
     )
 
 
+def cache_arguments(worker: Worker) -> dict[str, Any]:
+    """What a worker opens its transports and cache client with."""
+    return {
+        "instance_id": worker.instance_id,
+        "epoch": worker.epoch,
+        "host": worker.settings.listen.rpartition(":")[0],
+        "advertise": worker.host,
+        "transport": worker.settings.transport,
+        "pools": worker.memory.pools(),
+        "membership": worker.membership,
+        "transfer_ms": worker.settings.timing().transfer_ms,
+        "observer": worker.metrics,
+    }
+
+
 class Process:
     """One worker. `run` is its life after the model is loaded."""
 
@@ -134,45 +157,56 @@ class Process:
         self._stop.set()
 
     async def run(self, assemble: Assemble) -> None:
-        """Everything in the order of its life. Raises: SettingsError, ServeError while starting."""
+        """Everything in the order of its life. Raises: SettingsError, Unavailable while starting."""
         settings = self.settings
-        redis = connect(settings.redis_url)
-        await check_policy(redis)
-        membership = Membership(redis, settings.cluster)
-        engine, memory, metrics = await self._start_engine()
-        server = Server(self._service_name)
-        address = server.bind(settings.listen, settings.advertise_host)
-        async with asyncio.TaskGroup() as group:
-            worker = Worker(
-                settings=settings,
-                instance_id=self.instance_id,
-                epoch=await membership.next_epoch(),
-                address=address,
-                host=address.rpartition(":")[0],
-                model=self.model,
-                engine=engine,
-                memory=memory,
-                metrics=metrics,
-                membership=membership,
-                gate=Gate(exit_process),
-                spawn=lambda work: self._spawn(group, work),
-            )
-            service = await assemble(worker)
-            service.register(server.grpc)
-            await server.start()
-            await membership.join(self._member(worker, service))
-            for work in (membership.run(), service.run(), self._watch(worker, service)):
-                worker.spawn(work)
-            await server.ready()
-            self._announce(worker, metrics.serve(settings.metrics_listen))
-            await self._stop.wait()
-            await self._drain(worker, server, service)
-            for task in self._tasks:
-                task.cancel()
-        await asyncio.to_thread(engine.stop)
-        await service.close()
-        await redis.aclose()
+        async with AsyncExitStack() as closing:
+            redis = connect(settings.redis_url)
+            closing.push_async_callback(redis.aclose)
+            await check_policy(redis)
+            membership = Membership(redis, settings.cluster)
+            epoch = await membership.next_epoch()
+            server = Server(self._service_name)
+            closing.push_async_callback(server.stop, 0)
+            address = server.bind(settings.listen, settings.advertise_host)
+            engine, memory, metrics = await self._start_engine()
+            closing.push_async_callback(asyncio.to_thread, engine.stop)
+            async with asyncio.TaskGroup() as group:
+                worker = Worker(
+                    settings=settings,
+                    instance_id=self.instance_id,
+                    epoch=epoch,
+                    address=address,
+                    host=address.rpartition(":")[0],
+                    model=self.model,
+                    engine=engine,
+                    memory=memory,
+                    metrics=metrics,
+                    membership=membership,
+                    gate=Gate(exit_process),
+                    spawn=lambda work: self._spawn(group, work),
+                )
+                service = await assemble(worker)
+                closing.push_async_callback(service.close)
+                await self._serve(worker, server, service)
+                for task in self._tasks:
+                    task.cancel()
         say(f"{self.instance_id} stopped")
+
+    async def _serve(self, worker: Worker, server: Server, service: Service) -> None:
+        """From assembled to drained."""
+        service.register(server.grpc)
+        await server.start()
+        await worker.membership.join(self._member(worker, service))
+        worker.spawn(worker.membership.run())
+        worker.spawn(service.run())
+        watching = worker.spawn(self._watch(worker, service))
+        await server.ready()
+        self._announce(worker, worker.metrics.serve(self.settings.metrics_listen))
+        await self._stop.wait()
+        await self._drain(worker, server, service)
+        watching.cancel()  # it writes to a membership that ends now
+        await worker.membership.leave()
+        await server.stop(STOP_GRACE_S)
 
     async def _start_engine(self) -> tuple[Engine, Memory, WorkerMetrics]:
         loop, settings = asyncio.get_running_loop(), self.settings
@@ -183,7 +217,9 @@ class Process:
         metrics.on_memory_freed = lambda: loop.call_soon_threadsafe(memory.serve_waiting)
         engine.start()
         say("warming up")
+        metrics.warming = True
         await asyncio.to_thread(engine.warm)
+        metrics.warming = False
         return engine, memory, metrics
 
     def _member(self, worker: Worker, service: Service) -> Member:
@@ -228,8 +264,6 @@ class Process:
                 await service.drained()
         except TimeoutError:
             log.warning("drain timed out", extra={"kept": service.check()})
-        await worker.membership.leave()
-        await server.stop(STOP_GRACE_S)
 
     def _announce(self, worker: Worker, metrics_address: str) -> None:
         if self.settings.ready_file is not None:

@@ -11,7 +11,6 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 from engine.api import EngineEvent, Failed, SequenceSpec, SnapshotTaken
@@ -35,18 +34,6 @@ class Landing(Protocol):
     async def ended(self) -> None: ...
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Restored:
-    """What a fetch brought. `tokens` is 0 unless every byte landed and was verified."""
-
-    tokens: int
-    cached_host: int = 0
-    cached_remote: int = 0
-    failure: common_pb2.MissReason | None = None
-    transport: str | None = None
-    nbytes: int = 0
-
-
 class PromptCache(Protocol):
     """The cache nodes, as a worker uses them. Expected losses are return values."""
 
@@ -54,23 +41,32 @@ class PromptCache(Protocol):
         """A range of our memory with the checksum of what is there now. From any thread."""
         ...
 
-    def landing(self) -> Landing: ...
-
-    async def restore(self, prompt: Prompt, rows: Sequence[Extent], state: Extent, landing: Landing) -> Restored: ...
-
-    async def store(
-        self, prompt: Prompt, blocks: Sequence[tuple[int, common_pb2.Span]], snapshots: Sequence[Snapshot]
-    ) -> None:
-        """Returns when no node reads the memory any more. Never raises for a node's refusal or absence."""
+    def landing(self) -> Landing:
+        """For one call of `restore`."""
         ...
 
+    async def restore(
+        self,
+        hit: worker_pb2.CacheHit,
+        root: bytes,
+        hashes: Sequence[bytes],
+        rows: Sequence[Extent],
+        state: Extent,
+        landing: Any,
+    ) -> common_pb2.CacheUsage:
+        """The cached tokens by tier: all of the hit's; or none, and why."""
+        ...
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Snapshot:
-    """A state after exactly `tokens` tokens, as checked ranges of our memory."""
-
-    tokens: int
-    spans: tuple[common_pb2.Span, ...]
+    async def store(
+        self,
+        hit: worker_pb2.CacheHit | None,
+        root: bytes,
+        hashes: Sequence[bytes],
+        blocks: Sequence[tuple[int, common_pb2.Span]],
+        snapshots: Sequence[tuple[int, Sequence[common_pb2.Span]]],
+    ) -> None:
+        """Returns when nobody reads the memory any more, or what is read late no longer counts."""
+        ...
 
 
 Spawn = Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]]
@@ -80,7 +76,9 @@ MakeSpan = Callable[[int, int, int], common_pb2.Span]  # pool, offset, length
 class PromptRun:
     """One prompt in the engine. Made by `PromptRunner.run`."""
 
-    def __init__(self, runner: PromptRunner, prompt: Prompt, holding: Holding, restored: Restored) -> None:
+    def __init__(
+        self, runner: PromptRunner, prompt: Prompt, holding: Holding, restored: common_pb2.CacheUsage
+    ) -> None:
         self.prompt, self.holding, self.restored = prompt, holding, restored
         self.began_s = time.monotonic()
         self.snapshots: list[SnapshotTaken] = []
@@ -124,18 +122,14 @@ class PromptRun:
 
     def usage(self) -> common_pb2.CacheUsage:
         """What the cache gave, and why it gave no more as far as this worker can know."""
-        restored, hit = self.restored, self.prompt.hit
-        usage = common_pb2.CacheUsage(
-            cached_tokens=restored.tokens,
-            cached_host=restored.cached_host,
-            cached_remote=restored.cached_remote,
-            matchable_tokens=hit.matchable_tokens if hit is not None else 0,
-        )
-        usage.miss_reason = miss_reason(len(self.prompt.ids), self._runner.block_tokens, hit, restored)
+        usage, hit = common_pb2.CacheUsage(), self.prompt.hit
+        usage.CopyFrom(self.restored)
+        usage.matchable_tokens = hit.matchable_tokens if hit is not None else 0
+        usage.miss_reason = miss_reason(len(self.prompt.ids), self._runner.block_tokens, usage)
         return usage
 
     def submit(self, *, hold_after_first: bool) -> None:
-        restored = self.restored.tokens
+        restored = self.restored.cached_tokens
         spec = SequenceSpec(
             request_id=self._runner.engine_id(self.prompt.request_id),
             ids=self.prompt.ids[restored:],
@@ -209,7 +203,7 @@ class PromptRunner:
 
     def store(self, run: PromptRun) -> None:
         """Offer the prompt's new blocks and snapshots to the cache, beside the request. Call once it is computed."""
-        prompt, first = run.prompt, run.restored.tokens // self.block_tokens
+        prompt, first = run.prompt, run.restored.cached_tokens // self.block_tokens
         full = len(prompt.ids) // self.block_tokens
         if self._cache is None or not prompt.store or (first >= full and not run.snapshots):
             return
@@ -248,25 +242,26 @@ class PromptRunner:
     def close(self) -> None:
         self._hasher.shutdown(wait=True)
 
-    async def _restore(self, prompt: Prompt, tokens: int, deadline_s: float) -> tuple[Holding, Restored]:
+    async def _restore(self, prompt: Prompt, tokens: int, deadline_s: float) -> tuple[Holding, common_pb2.CacheUsage]:
+        """Memory for the prompt with what the cache had of it; other memory where a failed fetch may still land."""
         holding = await self.memory.reserve(tokens, deadline_s)
         if prompt.hit is None:
-            return holding, Restored(tokens=0)
+            return holding, common_pb2.CacheUsage()
         if self._cache is None:
-            return holding, Restored(tokens=0, failure=common_pb2.MISS_REASON_TIER_ERROR)
-        landing = self._cache.landing()
-        rows, restored = holding.rows(0, prompt.hit.tokens // self.block_tokens), None
+            return holding, common_pb2.CacheUsage(miss_reason=common_pb2.MISS_REASON_TIER_ERROR)
+        landing, restored = self._cache.landing(), None
+        rows = holding.rows(0, prompt.hit.tokens // self.block_tokens)
         try:
             with self.metrics.fetch_seconds.time():
-                restored = await self._cache.restore(prompt, rows, holding.state(), landing)
+                restored = await self._cache.restore(
+                    prompt.hit, prompt.root, prompt.hashes, rows, holding.state(), landing
+                )
         finally:
             pending = landing.pending
             if pending:
                 self.quarantine(holding, landing.ended())
             if pending or restored is None:
                 holding.drop()
-        if restored.transport is not None:
-            self.metrics.fetch_bytes.labels(restored.transport).inc(restored.nbytes)
         return (await self.memory.reserve(tokens, deadline_s) if pending else holding), restored
 
     async def _store(
@@ -275,10 +270,9 @@ class PromptRunner:
         try:
             blocks = list(zip(range(first, full), await run.spans(first, full), strict=True))
             snapshots = [
-                Snapshot(tokens=s.tokens, spans=tuple(await self.checked(self.memory.slot_parts(s.slot))))
-                for s in taken
+                (s.tokens // self.block_tokens, await self.checked(self.memory.slot_parts(s.slot))) for s in taken
             ]
-            await cache.store(run.prompt, blocks, snapshots)
+            await cache.store(run.prompt.hit, run.prompt.root, run.prompt.hashes, blocks, snapshots)
         finally:
             self._publishing -= 1
             for snapshot in taken:
@@ -300,15 +294,12 @@ class PromptRunner:
             self.num_background -= 1
 
 
-def miss_reason(
-    prompt_tokens: int, block_tokens: int, hit: worker_pb2.CacheHit | None, restored: Restored
-) -> common_pb2.MissReason:
+def miss_reason(prompt_tokens: int, block_tokens: int, usage: common_pb2.CacheUsage) -> common_pb2.MissReason:
     """Why the shallowest lost token was lost. The router, which did the lookup, may know better than COLD."""
-    deepest = (prompt_tokens - 1) // block_tokens * block_tokens
-    if restored.failure is not None:
-        return restored.failure
-    if restored.tokens == deepest:
+    if usage.miss_reason != common_pb2.MISS_REASON_UNSPECIFIED:
+        return usage.miss_reason
+    if usage.cached_tokens == (prompt_tokens - 1) // block_tokens * block_tokens:
         return common_pb2.MISS_REASON_REMAINDER
-    if hit is not None and hit.matchable_tokens > restored.tokens:
+    if usage.matchable_tokens > usage.cached_tokens:
         return common_pb2.MISS_REASON_NO_SNAPSHOT
     return common_pb2.MISS_REASON_COLD

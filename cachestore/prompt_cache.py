@@ -1,0 +1,186 @@
+"""The cache as a worker's prompts use it: restore a hit into given memory, offer what is new. Losses are values."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from hashlib import blake2b
+from typing import Literal, Protocol
+
+from cachestore.client import CacheClient, Offer
+from cachestore.transports import Landing, Slice, TransportSet
+from moonrelay.errors import TransferError, Unavailable
+from moonrelay.membership import Member, Membership
+from moonrelay.stubs.v1 import common_pb2, worker_pb2
+
+logger = logging.getLogger(__name__)
+Extent = tuple[int, int, int]  # pool, offset, length
+Outcome = Literal["stored", "already_there", "refused", "in_progress", "failed", "no_node"]
+
+
+class Observer(Protocol):
+    """Who counts."""
+
+    def fetched(self, transport: str, nbytes: int) -> None: ...
+
+    def published(self, outcome: Outcome, entries: int) -> None: ...
+
+
+class WorkerCache:
+    """A worker's transports and cache client behind the few calls that its prompts make. Loop thread only."""
+
+    def __init__(
+        self,
+        transports: TransportSet,
+        membership: Membership,
+        transfer_ms: Callable[[int], int],
+        observer: Observer,
+    ) -> None:
+        self.transports = transports
+        self.peer = transports.peer()
+        self._client = CacheClient(transports, membership)
+        self._membership, self._transfer_ms, self._observer = membership, transfer_ms, observer
+
+    @classmethod
+    async def open(
+        cls,
+        *,
+        instance_id: str,
+        epoch: int,
+        host: str,
+        advertise: str,
+        transport: Literal["auto", "nixl", "tcp"],
+        pools: Mapping[int, tuple[int, int]],
+        membership: Membership,
+        transfer_ms: Callable[[int], int],
+        observer: Observer,
+    ) -> WorkerCache:
+        """Register `pools` (address and length by id) once and start. Raises: Unavailable."""
+        transports = TransportSet.open(instance_id, epoch, host, transport, advertise)
+        for pool, (address, length) in pools.items():
+            transports.register(pool, address, length)
+        await transports.start()
+        return cls(transports, membership, transfer_ms, observer)
+
+    @property
+    def note(self) -> str:
+        """By which transports this process can be read."""
+        return "+".join(["nixl"] * bool(self.peer.nixl_name) + ["tcp"] * bool(self.peer.tcp_address))
+
+    def checked_span(self, pool: int, offset: int, length: int) -> common_pb2.Span:
+        """A range of our memory with the checksum of what is there now. From any thread."""
+        return self.transports.span(pool, offset, length)
+
+    def landing(self) -> Landing:
+        return Landing()
+
+    async def restore(
+        self,
+        hit: worker_pb2.CacheHit,
+        root: bytes,
+        hashes: Sequence[bytes],
+        rows: Sequence[Extent],
+        state: Extent,
+        landing: Landing,
+    ) -> common_pb2.CacheUsage:
+        """Bring the hit into `rows` and `state`: all of it, or 0 cached tokens and why.
+
+        The memory is the caller's again once `landing` is not pending, also where this is cancelled.
+        """
+        nbytes = sum(length for _, _, length in (*rows, state))
+        deadline_s = time.monotonic() + self._transfer_ms(nbytes) / 1000
+        report = await self._client.fetch(
+            hit, root, hashes, [Slice(*extent) for extent in rows], Slice(*state), deadline_s, landing
+        )
+        if report.miss_reason is not None:
+            failure = common_pb2.MissReason.Value(f"MISS_REASON_{report.miss_reason.upper()}")
+            return common_pb2.CacheUsage(miss_reason=failure)
+        self._observer.fetched(report.transport, report.bytes)
+        remote = self._remote_tokens(hit)
+        return common_pb2.CacheUsage(
+            cached_tokens=report.tokens, cached_host=report.tokens - remote, cached_remote=remote
+        )
+
+    async def store(
+        self,
+        hit: worker_pb2.CacheHit | None,
+        root: bytes,
+        hashes: Sequence[bytes],
+        blocks: Sequence[tuple[int, common_pb2.Span]],
+        snapshots: Sequence[tuple[int, Sequence[common_pb2.Span]]],
+    ) -> None:
+        """Offer blocks (by index) and snapshots (by depth in blocks) to one node; ends when it has answered.
+
+        What a node refuses, or cannot take in time, is counted and forgotten.
+        """
+        first = blocks[0][0] if blocks else snapshots[0][0] - 1
+        node = choose_node(self._membership.members("cachestore"), root, hashes, first, hit)
+        if node is None:
+            self._observer.published("no_node", len(blocks) + len(snapshots))
+            return
+        offers = [
+            Offer(
+                kind="block",
+                prefix_hash=hashes[i],
+                depth=i,
+                spans=[span],
+                parent=hashes[i - 1] if i else None,
+            )
+            for i, span in blocks
+        ]
+        offers += [
+            Offer(kind="snapshot", prefix_hash=hashes[depth - 1], depth=depth, spans=spans)
+            for depth, spans in snapshots
+        ]
+        nbytes = sum(span.length for offer in offers for span in offer.spans)
+        # The node pulls as long as a read may take, and has its index to write.
+        deadline_s = time.monotonic() + 2 * self._transfer_ms(nbytes) / 1000
+        try:
+            report = await self._client.publish(node, root, offers, deadline_s)
+        except (TransferError, Unavailable) as error:
+            logger.info("publish failed", extra={"node": node.instance_id, "reason": str(error)})
+            self._observer.published("failed", len(offers))
+            return
+        self._observer.published("stored", report.stored)
+        self._observer.published("already_there", report.already_there)
+        self._observer.published("refused", report.refused)
+        self._observer.published("in_progress", report.in_progress)
+
+    async def close(self) -> None:
+        await self._client.close()
+        await self.transports.close()
+
+    def _remote_tokens(self, hit: worker_pb2.CacheHit) -> int:
+        """How many of the hit's tokens came from other hosts."""
+        total = hit.snapshot.end_block
+        tokens_per_block = hit.tokens // total
+        remote = 0
+        for run in hit.runs:
+            node = self._membership.find(run.node_id, run.node_epoch)
+            host = common_pb2.Peer.FromString(node.peer).host_id if node is not None else ""
+            if host != self.peer.host_id:
+                remote += (run.end_block - run.first_block) * tokens_per_block
+        return remote
+
+
+def choose_node(
+    nodes: Sequence[Member],
+    root: bytes,
+    hashes: Sequence[bytes],
+    first_new: int,
+    hit: worker_pb2.CacheHit | None,
+) -> Member | None:
+    """Where blocks from `first_new` on are stored. Pure.
+
+    A conversation that goes on (most of its blocks were found) stays where its state is: one node then has the whole
+    chain. Otherwise the first new block decides by rendezvous hashing, so that equal prompts meet on one node while
+    conversations that only share their beginning spread over all.
+    """
+    ready = [node for node in nodes if node.state == "ready"]
+    if hit is not None and 2 * first_new >= len(hashes):
+        for node in ready:
+            if (node.instance_id, node.epoch) == (hit.snapshot.node_id, hit.snapshot.node_epoch):
+                return node
+    key = root + hashes[first_new]
+    return max(ready, key=lambda node: blake2b(key + node.instance_id.encode(), digest_size=8).digest(), default=None)
