@@ -107,15 +107,13 @@ class Scheduler:
             sequence.cancelled = True
             self._cancelled.append(sequence)
 
-    def release(self, reservation: Reservation) -> Hold:
-        """Give memory back, now or (LEAVING) when the sequence on it, cancelled hereby, has ended."""
-        hold = self.ledger.release(reservation)
-        if hold is Hold.LEAVING:
+    def release(self, reservation: Reservation) -> None:
+        """Give memory back, now or when the sequence on it, cancelled hereby, has ended."""
+        if self.ledger.release(reservation) is Hold.LEAVING:
             for sequence in self._live.values():
                 if sequence.reservation.id == reservation.id:
                     self.cancel(sequence.spec.request_id)
                     break
-        return hold
 
     # -- the loop: reap, plan, (run), complete or fault ------------------------------------------------------------
 

@@ -16,7 +16,6 @@ import torch
 from engine.api import EngineStats, Failed, Finished, Reservation, SequenceSpec, TokenSampled
 from engine.core import Events, Scheduler, Step
 from engine.errors import ModelFailed
-from engine.ledger import Hold
 from engine.observer import NullObserver, Observer, SequenceReport, StepReport
 from engine.pools import Pools
 from engine.runner import Ran, Runner
@@ -55,7 +54,9 @@ class Engine:
         self._on_fatal = on_fatal
         self._runner = Runner(backend, self.pools)
         self._core = Scheduler(settings, context_len=backend.config.context_len)
-        self._wake = threading.Condition(threading.Lock())  # guards the core and `_stopping`
+        self._wake = threading.Condition(
+            threading.Lock()
+        )  # guards the core and `_stopping`; sleeps while no sequence lives
         self._stopping = False
         self._checked = True  # the engine's thread only
         self._thread: threading.Thread | None = None
@@ -117,13 +118,11 @@ class Engine:
         """End it with Finished(cancelled) after the running step; unknown ids are ignored."""
         with self._wake:
             self._core.cancel(request_id)
-            self._wake.notify()
 
     def release(self, reservation: Reservation) -> None:
         """Give memory back, after the running step if that uses it; cancels a live sequence on it. Idempotent."""
         with self._wake:
-            if self._core.release(reservation) is Hold.LEAVING:
-                self._wake.notify()
+            self._core.release(reservation)
             freed = self._core.ledger.take_freed()
         if freed:
             self._observer.memory_freed()

@@ -1,4 +1,6 @@
-"""Any order of reserve, submit, resume, restore, cancel, release and failure: tokens equal the sequence run alone."""
+"""Any order of reserve, submit, resume, restore, cancel, release and failure, between steps and during them: every
+sequence gets the tokens it would get alone, and the books balance.
+"""
 
 from __future__ import annotations
 
@@ -123,6 +125,12 @@ class World:
             self.engine.turn()
         self._collect_snapshots()
 
+    def interrupts(self, number: int) -> None:
+        """Something happens on another thread while a pass runs."""
+        action = (self.cancels, self.cancels, self.releases, self.submits, self.reserves)[number % 5]
+        self.backend.during_next = lambda: action(number // 5)
+        self.turns(0)
+
     def cancels(self, number: int) -> None:
         if self.tracked:
             self.engine.cancel(self.tracked[-1 - number % min(len(self.tracked), 4)].name)
@@ -141,7 +149,7 @@ class World:
     # -- the end --------------------------------------------------------------------------------------------------
 
     def ends(self) -> None:
-        self.backend.raise_next = None
+        self.backend.raise_next = self.backend.during_next = None
         finish(self.engine)
         self._collect_snapshots()
         for tracked in self.tracked:
@@ -196,7 +204,7 @@ def copy_bundle(engine: Engine, source: Reservation, taken: SnapshotTaken, targe
 
 ACTIONS = (
     ["reserves"] + ["submits"] * 5 + ["turns"] * 6 + ["resumes"] * 3 + ["restores"] * 2
-    + ["cancels"] + ["releases"] * 3
+    + ["cancels"] + ["releases"] * 2 + ["interrupts"] * 2
 )  # fmt: skip
 PLAYS = st.lists(st.tuples(st.sampled_from([*ACTIONS, "fails"]), st.integers(0, 2**24)), min_size=30, max_size=80)
 

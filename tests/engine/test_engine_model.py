@@ -124,9 +124,8 @@ def test_first_tokens_are_the_golden_logits_own(backend):
     [
         WIDE,
         EngineSettings(num_blocks=64, num_slots=16, max_batch_sequences=3, max_batch_tokens=67),
-        EngineSettings(num_blocks=64, num_slots=16, max_batch_sequences=8, prefill_share_tokens=64),
     ],
-    ids=["wide", "cut-at-64", "shared"],
+    ids=["wide", "cut-at-64"],
 )
 def test_batched_and_cut_sequences_are_those_run_alone_to_the_bit(backend, settings):
     for got, want in zip(run(backend, requests(), settings), alone(backend.name), strict=True):

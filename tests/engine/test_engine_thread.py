@@ -164,6 +164,18 @@ def test_release_in_the_middle_of_a_step_waits_for_its_end_and_cancels(gated):
     engine.check()
 
 
+def test_memory_given_back_by_a_failed_step_is_told_at_once():
+    backend, watching = ToyBackend(), Watching()
+    engine = Engine(backend, SETTINGS, on_fatal=refuse, observer=watching)
+    client, reservation = begin(engine, [1, 2, 3], 5)
+    backend.during_next = lambda: engine.release(reservation)
+    backend.raise_next = RuntimeError("injected")
+    engine.turn()
+    assert isinstance(client.end, Failed)
+    assert watching.freed.acquire(blocking=False)
+    assert engine.stats().free_slots == 12
+
+
 def test_cancel_in_the_middle_of_a_step_gives_no_further_token_and_keeps_the_memory(gated):
     engine, backend, _ = gated
     client, reservation = begin(engine, [1, 2, 3], 5)

@@ -246,6 +246,19 @@ def test_logits_that_are_not_finite_fail_that_sequence_alone():
     assert good.tokens == alone([1, 2, 14], SamplingParams(max_tokens=1))
 
 
+def test_a_snapshot_of_a_step_that_nobody_wants_is_given_back():
+    backend = ToyBackend(nan_after=13)
+    engine = quiet_engine(backend)
+    bad, _ = start(engine, [*prompt(63), 13], SamplingParams(max_tokens=4), name="bad", snapshot_at=(64,))
+    gone, _ = start(engine, [*prompt(63), 14], SamplingParams(max_tokens=4), name="gone", snapshot_at=(64,))
+    backend.during_next = lambda: engine.cancel("gone")
+    finish(engine)
+    assert isinstance(bad.end, Failed)
+    assert gone.end == Finished(reason="cancelled", tokens_in_state=64)
+    assert not any(isinstance(e, SnapshotTaken) for e in bad.events + gone.events)
+    assert engine.stats().free_slots == 6  # the two reservations keep theirs
+
+
 def test_a_bug_in_the_model_is_not_swallowed():
     backend = ToyBackend()
     engine = quiet_engine(backend)

@@ -6,7 +6,7 @@ over all rows, read back from the pool. A wrong slot, start, block, order or a s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 
 import numpy as np
@@ -31,6 +31,7 @@ class ToyBackend:
         self.config = SimpleNamespace(vocab_size=VOCAB, context_len=context_len)
         self.nan_after = nan_after  # logits after this id are not finite
         self.raise_next: BaseException | None = None
+        self.during_next: Callable[[], None] | None = None  # what other threads do while a pass runs
         self.batches: list[list[tuple[int, int]]] = []  # (start, length) of every segment of every pass
 
     def layout(self, block_tokens: int) -> PoolLayout:
@@ -44,6 +45,9 @@ class ToyBackend:
         slots = [s.slot for s in segments]
         assert len(set(slots)) == len(slots), "two segments share a slot"
         logits = [self._segment(s, rows, state) for s in segments]
+        if self.during_next is not None:
+            act, self.during_next = self.during_next, None
+            act()
         if self.raise_next is not None:  # after the writes: a failed pass leaves half-written memory behind
             error, self.raise_next = self.raise_next, None
             raise error
