@@ -23,6 +23,7 @@ TORCH_FREE_FOR_ROUTER = {
     "tokenizer",
     "renderer",
     "parser",
+    "output",
     "chat",
     "xtml",
     "config",
