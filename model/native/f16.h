@@ -60,18 +60,18 @@ MR_INLINE float sum16(F16 a) {
     return _mm_cvtss_f32(_mm_add_ss(y, _mm_movehdup_ps(y)));
 }
 
-// sum16 of four values at once, the same additions in the same order.
+// sum16 of four values at once, the same additions in the same order. Blends where they can stand for shuffles:
+// those have more ports.
 MR_INLINE void sum16x4(F16 a, F16 b, F16 c, F16 d, float* out) {
     const __m256 fa = fold8(a), fb = fold8(b), fc = fold8(c), fd = fold8(d);
-    const __m256 ab = _mm256_add_ps(_mm256_permute2f128_ps(fa, fb, 0x20), _mm256_permute2f128_ps(fa, fb, 0x31));
-    const __m256 cd = _mm256_add_ps(_mm256_permute2f128_ps(fc, fd, 0x20), _mm256_permute2f128_ps(fc, fd, 0x31));
-    const __m256d x = _mm256_castps_pd(ab), y = _mm256_castps_pd(cd);
-    const __m256 pairs =
-        _mm256_add_ps(_mm256_castpd_ps(_mm256_unpacklo_pd(x, y)), _mm256_castpd_ps(_mm256_unpackhi_pd(x, y)));
-    const __m256 sums = _mm256_add_ps(pairs, _mm256_movehdup_ps(pairs));  // a.c. | b.d.
+    const __m256 ac = _mm256_add_ps(_mm256_blend_ps(fa, fc, 0xF0), _mm256_permute2f128_ps(fa, fc, 0x21));
+    const __m256 bd = _mm256_add_ps(_mm256_blend_ps(fb, fd, 0xF0), _mm256_permute2f128_ps(fb, fd, 0x21));
+    const __m256d x = _mm256_castps_pd(ac), y = _mm256_castps_pd(bd);  // a....c... , b....d...
+    const __m256 pairs = _mm256_add_ps(_mm256_castpd_ps(_mm256_blend_pd(x, y, 0xA)),
+                                       _mm256_castpd_ps(_mm256_shuffle_pd(x, y, 0x5)));  // a.b. | c.d.
+    const __m256 sums = _mm256_add_ps(pairs, _mm256_movehdup_ps(pairs));
     const __m128 low = _mm256_castps256_ps128(sums), high = _mm256_extractf128_ps(sums, 1);
-    const __m128 ac = _mm_shuffle_ps(low, low, 0x88), bd = _mm_shuffle_ps(high, high, 0x88);
-    _mm_storeu_ps(out, _mm_unpacklo_ps(ac, bd));
+    _mm_storeu_ps(out, _mm_shuffle_ps(low, high, 0x88));
 }
 #else
 MR_INLINE float sum16(F16 a) {
@@ -87,12 +87,16 @@ MR_INLINE void sum16x4(F16 a, F16 b, F16 c, F16 d, float* out) {
 }
 #endif
 
+// The largest lane; which order finds it does not matter.
 MR_INLINE float max16(F16 a) {
-    float x[16];
-    store16(x, a);
-    float m = x[0];
-    for (int i = 1; i < 16; ++i) m = m < x[i] ? x[i] : m;
-    return m;
+    V m = a.r[0];
+    for (int i = 1; i < kRegs; ++i) m = max(m, a.r[i]);
+    float x[kLanes];
+    store(x, m);
+#pragma GCC unroll 4
+    for (int step = kLanes / 2; step; step /= 2)
+        for (int i = 0; i < step; ++i) x[i] = x[i] < x[i + step] ? x[i + step] : x[i];
+    return x[0];
 }
 
 }  // namespace mr

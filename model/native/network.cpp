@@ -12,6 +12,10 @@ namespace {
 
 constexpr int kMaxSources = 64;  // AttnRes vectors one mix may weigh
 
+void move_row(const Buffer& buffer, int from, int to) {
+    std::memcpy(buffer.row(to), buffer.row(from), size_t(buffer.stride) * 4);
+}
+
 }  // namespace
 
 double now(Clock clock) {
@@ -94,16 +98,16 @@ void Model::embed(const Batch& batch) {
     }
 }
 
-// x[to] = RMSNorm of the AttnRes mix at residual row `from`: the sources' raw vectors, weighted by the softmax of
+// x = RMSNorm of the row's AttnRes mix: the sources' raw vectors, weighted by the softmax of
 // their normed vectors' scores. Without a mix, RMSNorm of the prefix sum alone.
-void Model::mix_norm_row(int from, int to, int blocks, const float* mix, const float* norm) {
+void Model::mix_norm_row(int row, int blocks, const float* mix, const float* norm) {
     const int d = config.hidden;
-    float* x = s_.x.row(to);
-    if (!mix || blocks == 0) return rms_norm(s_.residual[size_t(blocks)].row(from), norm, d, config.eps, x);
+    float* x = s_.x.row(row);
+    if (!mix || blocks == 0) return rms_norm(s_.residual[size_t(blocks)].row(row), norm, d, config.eps, x);
     float score[kMaxSources];
     float top = 0;
     for (int i = 0; i <= blocks; ++i) {
-        const float* v = s_.residual[size_t(i)].row(from);
+        const float* v = s_.residual[size_t(i)].row(row);
         Sum squares, dot;
         each16(d, [&](int c, int lanes, int j) {
             const F16 a = load16_n(v + c, lanes);
@@ -119,17 +123,17 @@ void Model::mix_norm_row(int from, int to, int blocks, const float* mix, const f
     each16(d, [&](int c, int lanes, int) {
         F16 sum = zero16();
         for (int i = 0; i <= blocks; ++i)
-            sum = fma(set16(score[i]), load16_n(s_.residual[size_t(i)].row(from) + c, lanes), sum);
+            sum = fma(set16(score[i]), load16_n(s_.residual[size_t(i)].row(row) + c, lanes), sum);
         store16_n(x + c, sum, lanes);
     });
     rms_norm(x, norm, d, config.eps, x);
 }
 
 void Model::mix_norm(int rows, int blocks, const float* mix, const float* norm) {
-    timed(Op::kMix, [&] { for_rows(rows, [&](int row) { mix_norm_row(row, row, blocks, mix, norm); }); });
+    timed(Op::kMix, [&] { for_rows(rows, [&](int row) { mix_norm_row(row, blocks, mix, norm); }); });
 }
 
-void Model::forward(const Batch& batch) {
+void Model::forward(Batch batch) {
     const Config& c = config;
     reserve(batch.rows);
     timed(Op::kEmbed, [&] { embed(batch); });
@@ -146,8 +150,18 @@ void Model::forward(const Batch& batch) {
         job.w = &layer.matrix(MatrixSlot::kAttnIn);
         job.a = s_.x.data, job.lda = s_.x.stride, job.m = batch.rows, job.c = s_.in.data, job.ldc = s_.in.stride;
         timed(Op::kAttnIn, [&] { gemm.run(job); });
-        if (layer.mla) mla(layer, batch);
-        else kda(layer, batch);
+        // What later tokens need is kept for every row; past that, the last layer only serves rows with logits.
+        const bool last = i + 1 == c.num_layers;
+        if (layer.mla) {
+            timed(Op::kMlaStore, [&] { mla_store(layer, batch); });
+            if (last) batch = narrow(batch, blocks, s_.in);
+            mla(layer, batch);
+        } else {
+            kda(layer, batch);
+            if (last) batch = narrow(batch, blocks, s_.mixed);
+        }
+        if (!batch.rows) return;
+        job.m = batch.rows;
         job.w = &layer.matrix(MatrixSlot::kAttnOut);
         job.a = s_.mixed.data, job.lda = s_.mixed.stride, job.c = h, job.ldc = s_.x.stride;
         if (!boundary) job.finish = Finish::kAdd, job.d = h, job.ldd = s_.x.stride;
@@ -159,19 +173,31 @@ void Model::forward(const Batch& batch) {
     timed(Op::kLogits, [&] { logits(batch, blocks); });
 }
 
+// The rows that want logits, moved together: in the residual stream and in `attention`, the buffer in use.
+Batch Model::narrow(const Batch& batch, int blocks, const Buffer& attention) {
+    Batch kept = batch;
+    kept.segments.clear();
+    kept.rows = 0;
+    for (Segment s : batch.segments) {
+        const int n = s.num_logits(), from = s.row0 + s.tokens - n;
+        if (!n) continue;
+        s.row0 = kept.rows, s.start += s.tokens - n, s.tokens = n;
+        kept.segments.push_back(s);
+        for (int row = from; row < from + n; ++row, ++kept.rows) {  // ascending: rows only ever move up
+            if (row == kept.rows) continue;
+            for (int i = 0; i <= blocks; ++i) move_row(s_.residual[size_t(i)], row, kept.rows);
+            move_row(attention, row, kept.rows);
+        }
+    }
+    return kept;
+}
+
 void Model::logits(const Batch& batch, int blocks) {
-    std::vector<int> wanted;
-    for (const Segment& s : batch.segments)
-        for (int t = s.logits == kAllLogits ? 0 : s.tokens - (s.logits == kLastLogits); t < s.tokens; ++t)
-            wanted.push_back(s.row0 + t);
-    if (wanted.empty()) return;
     const float* mix = config.res_block ? globals.vector(VectorSlot::kFinalRes) : nullptr;
-    for_rows(int(wanted.size()), [&](int i) {
-        mix_norm_row(wanted[size_t(i)], i, blocks, mix, globals.vector(VectorSlot::kFinalNorm));
-    });
+    for_rows(batch.rows, [&](int row) { mix_norm_row(row, blocks, mix, globals.vector(VectorSlot::kFinalNorm)); });
     GemmJob job;
     job.w = &globals.matrix(MatrixSlot::kHead);
-    job.a = s_.x.data, job.lda = s_.x.stride, job.m = int(wanted.size());
+    job.a = s_.x.data, job.lda = s_.x.stride, job.m = batch.rows;
     job.c = batch.logits, job.ldc = config.vocab;
     gemm.run(job);
 }

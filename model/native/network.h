@@ -71,6 +71,12 @@ struct Segment {
     int num_logits() const { return logits == kAllLogits ? tokens : logits == kLastLogits; }
 };
 
+// Some successive queries of a segment and some of their heads: one task's share of attention.
+struct MlaWork {
+    const Segment* segment;
+    int token0, tokens, head0, heads;
+};
+
 struct Batch {
     std::vector<Segment> segments;
     const int32_t* ids = nullptr;
@@ -107,7 +113,7 @@ struct Scratch {
 };
 
 enum class Op : int {  // mirrored by ffi.py
-    kEmbed, kMix, kAttnIn, kKdaGates, kKda, kMlaPrepare, kMlaQuery, kMlaAttend, kMlaValue, kAttnOut, kFfnIn, kRoute,
+    kEmbed, kMix, kAttnIn, kKdaGates, kKda, kMlaStore, kMlaQuery, kMlaAttend, kMlaValue, kAttnOut, kFfnIn, kRoute,
     kExpertIn, kExpertOut, kCombine, kFfnOut, kLogits, kCount,
 };
 
@@ -121,7 +127,7 @@ class Model {
 public:
     Model(const Config& config, const uint8_t* layer_kinds, int threads);
 
-    void forward(const Batch& batch);  // at most kMaxRows rows
+    void forward(Batch batch);      // at most kMaxRows rows
     void check() const;                // throws std::runtime_error naming a missing or misshapen weight
 
     const Config config;
@@ -141,17 +147,19 @@ private:
     void for_rows(int rows, const std::function<void(int)>& f);
     int num_blocks() const { return config.res_block ? (config.num_layers + config.res_block - 1) / config.res_block : 0; }
     void embed(const Batch& batch);
-    void mix_norm_row(int from, int to, int blocks, const float* mix, const float* norm);
+    void mix_norm_row(int row, int blocks, const float* mix, const float* norm);
     void mix_norm(int rows, int blocks, const float* mix, const float* norm);
     void kda(const Layer& layer, const Batch& batch);
     void kda_head(const Layer& layer, const Batch& batch, const Segment& s, int head, std::vector<float>& scratch);
+    void mla_store(const Layer& layer, const Batch& batch);
     void mla(const Layer& layer, const Batch& batch);
-    void mla_prepare(const Layer& layer, const Batch& batch);
     void mla_queries(const Layer& layer, int rows);
     void mla_attend(const Layer& layer, const Batch& batch);
+    void mla_attend_work(const Layer& layer, const Batch& batch, const MlaWork& work, std::vector<float>& scratch);
     void dense(const Layer& layer, int rows, float* h);
     void moe(const Layer& layer, int rows, float* h);
     void route(const Layer& layer, int rows);
+    Batch narrow(const Batch& batch, int blocks, const Buffer& attention);
     void logits(const Batch& batch, int blocks);
 
     template <class F>

@@ -167,6 +167,17 @@ static_assert(kLanes == 4 || kLanes == 8 || kLanes == 16, "F16 is built from who
 
 MR_INLINE int min_int(int a, int b) { return a < b ? a : b; }
 
+// Keeps a value in its register: compilers like to load it again for every use, and loads are what runs out first.
+MR_INLINE void pin(V& a) {
+#if defined(MR_AVX512)
+    asm("" : "+v"(a.v));
+#elif defined(MR_AVX2)
+    asm("" : "+x"(a.v));
+#else
+    (void)a;
+#endif
+}
+
 // A bf16 panel word holds two columns: the low half is column j, the high half column j + kLanes.
 MR_INLINE V low_bf16(I w) { return as_float(shl<16>(w)); }
 MR_INLINE V high_bf16(I w) { return as_float(and_i(w, set1_i(int32_t(0xFFFF0000u)))); }
