@@ -87,7 +87,7 @@ def say(line: str) -> None:
 
 def serve(settings: WorkerSettings, *, role: Role, source: Source, service_name: str, assemble: Assemble) -> int:
     """A worker command after its settings are read: load, serve until told to stop. Returns the exit status."""
-    configure(role)
+    configure(role, settings.log_level)
     say(f"{role} settings: {json.dumps(redacted(settings))}")
     try:
         model = load_model(settings, say)  # before the event loop: a signal meanwhile ends the process at once

@@ -24,6 +24,7 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     metrics_listen: str = "127.0.0.1:0"
     ready_file: str | None = None
     transport: Literal["auto", "nixl", "tcp"] = "auto"
+    log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
 
     backend: Literal["auto", "native", "torch"] = "auto"
     numerics: Literal["invariant", "fast"] = "invariant"

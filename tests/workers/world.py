@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 import grpc
 
+from cachestore.client import Nodes
+from cachestore.prompt_cache import WorkerCache
 from cachestore.transports import MemoryFabric, TransportSet
 from decode.acks import Acks
 from decode.core import ReaderTable
@@ -74,7 +76,10 @@ class World:
         self._tasks: list[asyncio.Task[None]] = []
         self.fabric = MemoryFabric()
         self.epochs: dict[str, int] = {}
+        self.nodes: Nodes | None = None  # cache nodes for both workers, set before `start`
         self.timing, self.reservation_ttl_ms = timing, reservation_ttl_ms
+        self.publish_inflight_max = 2
+        self.caches: list[WorkerCache] = []
 
     async def start(self, transport: str, **settings: int) -> None:
         self.identity = Identity(
@@ -119,6 +124,8 @@ class World:
         for task in self._tasks:
             task.cancel()
         await self.acks.close()
+        for cache in self.caches:
+            await cache.close()
         for half in (self.prefill, self.decode):
             await half.server.stop(0)
             await half.transports.close()
@@ -128,6 +135,7 @@ class World:
     async def until_clean(self) -> None:
         """Nothing is held any more; the books of both engines balance."""
         await until(lambda: not (len(self.owner.table) or len(self.reader.table) or sum(self.held())))
+        await until(lambda: not (self.prefill.prompts.num_background or self.decode.prompts.num_background))
         for half in (self.prefill, self.decode):
             stats = half.engine.stats
             await until(lambda: stats().free_blocks == stats().num_blocks and not stats().num_running)  # noqa: B023
@@ -150,9 +158,11 @@ class World:
         for pool, (address, length) in memory.pools().items():
             transports.register(pool, address, length)
         await transports.start()
+        cache = None if self.nodes is None else WorkerCache(transports, self.nodes, self.timing.transfer_ms, metrics)
+        self.caches += [cache] if cache is not None else []
         prompts = PromptRunner(
-            engine, memory, None, transports.span, metrics, self.spawn,
-            admission_wait_ms=30_000, publish_inflight_max=2,
+            engine, memory, cache, transports.span, metrics, self.spawn,
+            admission_wait_ms=30_000, publish_inflight_max=self.publish_inflight_max,
         )  # fmt: skip
         server = Server(f"moonrelay.v1.{source.title()}Worker")
         address = server.bind("127.0.0.1:0", None)
@@ -225,13 +235,24 @@ async def tokens_of(call) -> list[int]:
     return tokens
 
 
-def prefill_request(prompt: list[int], **sampling) -> worker_pb2.PrefillRequest:
+def prefill_request(
+    prompt: list[int],
+    *,
+    root: bytes = ROOT,
+    hit: worker_pb2.CacheHit | None = None,
+    snapshot_at: tuple[int, ...] = (),
+    store: bool = False,
+    **sampling,
+) -> worker_pb2.PrefillRequest:
     return worker_pb2.PrefillRequest(
         request_id="r",
         prompt_ids=prompt,
         sampling=common_pb2.Sampling(**{**SAMPLING, **sampling}),
-        root=ROOT,
-        prefix_hashes=prefix_hashes(ROOT, prompt, 64),
+        root=root,
+        prefix_hashes=prefix_hashes(root, prompt, 64),
+        hit=hit,
+        snapshot_at=snapshot_at,
+        store=store,
     )
 
 
@@ -243,11 +264,14 @@ async def running(
     *,
     timing: Timing = TIMING,
     reservation_ttl_ms: int = 60_000,
+    prepare: Callable[[World], Awaitable[None]] | None = None,
     **settings: int,
 ) -> AsyncIterator[World]:
     """A world; at its end every block and slot must have come back."""
     async with asyncio.TaskGroup() as group:
         world = World(group, make_engine, backend, timing, reservation_ttl_ms)
+        if prepare is not None:
+            await prepare(world)
         await world.start(transport, **settings)
         try:
             yield world

@@ -1,0 +1,268 @@
+"""Both workers against a cache node: a hit changes nothing but the work, and whatever fails is a miss."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import random
+import time
+from collections.abc import AsyncIterator, Iterator
+
+import grpc
+import pytest
+
+from cachestore.arena import Arena
+from cachestore.index import CacheIndex, Match
+from cachestore.node.core import NodeCore
+from cachestore.node.edge import CacheNodeEdge
+from cachestore.node.intake import ARENA_POOL, Identity, Intake
+from cachestore.node.metrics import NodeMetrics
+from cachestore.prompt_cache import choose_node
+from cachestore.transports import MemoryFabric, TransportSet
+from engine.worker.timing import Timing
+from moonrelay.membership import Load, Member
+from moonrelay.prefix import prefix_hashes
+from moonrelay.stubs.v1 import cache_pb2_grpc, common_pb2, worker_pb2
+from moonrelay.valkey import LocalValkey, connect, start_local_valkey
+from tests.workers.world import World, prefill_request, running, tokens_of, until
+
+SHORT = Timing(transfer_floor_ms=400, transfer_min_bytes_per_s=1_000_000_000, lease_floor_ms=800)
+roots = (number.to_bytes(16, "big") for number in itertools.count(1))
+
+
+@pytest.fixture(scope="module")
+def valkey(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalValkey]:
+    started = start_local_valkey(tmp_path_factory.mktemp("valkey"))
+    yield started
+    started.stop()
+
+
+class CacheNode:
+    """The node's own core, intake and service in this process; also the list of nodes that workers see."""
+
+    def __init__(self, url: str, fabric: MemoryFabric) -> None:
+        self.redis = connect(url)
+        self.index = CacheIndex(self.redis, 64)
+        identity = Identity(instance_id="cachestore-0", epoch=time.monotonic_ns())
+        self.arena = Arena(64 << 20)
+        self.core = NodeCore(64 << 20, longest_transfer_ms=50)
+        self.transports = TransportSet.in_memory("cachestore-0", identity.epoch, fabric)
+        self.transports.register(ARENA_POOL, self.arena.base, self.arena.length)
+        intake = Intake(self.core, self.transports, self.index, identity, NodeMetrics(), pull_timeout_ms=5_000)
+        self.bugs: list[BaseException] = []
+        edge = CacheNodeEdge(self.core, intake, identity, NodeMetrics(), self.bugs.append)
+        self.server = grpc.aio.server()
+        cache_pb2_grpc.add_CacheNodeServicer_to_server(edge, self.server)
+        port = self.server.add_insecure_port("127.0.0.1:0")
+        self._member = Member(
+            instance_id="cachestore-0", role="cachestore", epoch=identity.epoch, grpc_address=f"127.0.0.1:{port}"
+        )
+
+    async def start(self) -> None:
+        await self.transports.start()
+        await self.server.start()
+
+    def members(self, role: str) -> tuple[Member, ...]:
+        peer = self.transports.peer().SerializeToString()
+        known = Member(**{**{f: getattr(self._member, f) for f in self._member.__struct_fields__}, "peer": peer})
+        return (known,) if role == "cachestore" else ()
+
+    def find(self, instance_id: str, epoch: int) -> Member | None:
+        return next((m for m in self.members("cachestore") if (m.instance_id, m.epoch) == (instance_id, epoch)), None)
+
+    async def match(self, prompt: list[int], root: bytes) -> Match:
+        hashes = prefix_hashes(root, prompt, 64)
+        return await self.index.match(root, hashes, len(prompt), self.members("cachestore"))
+
+    async def close(self) -> None:
+        await self.server.stop(None)
+        await self.redis.aclose()
+        assert not self.bugs
+
+
+@contextlib.asynccontextmanager
+async def cached_world(valkey, make_engine, backend, **how) -> AsyncIterator[tuple[World, CacheNode]]:
+    nodes: list[CacheNode] = []
+
+    async def prepare(world: World) -> None:
+        nodes.append(CacheNode(valkey.url, world.fabric))
+        await nodes[0].start()
+        world.nodes = nodes[0]
+        world.publish_inflight_max = how.pop("publish_inflight_max", 2)
+
+    settings = {k: v for k, v in how.items() if k != "publish_inflight_max"}
+    try:
+        async with running(make_engine, backend, prepare=prepare, **settings) as world:
+            yield world, nodes[0]
+    finally:
+        for node in nodes:
+            await node.close()
+
+
+def prompt_of(length: int, seed: int = 1) -> list[int]:
+    return random.Random(seed).choices(range(1, 250), k=length)
+
+
+async def stored(world: World, prompt: list[int], root: bytes, *cuts: int) -> worker_pb2.HandoffReady:
+    """Prefill cold, storing blocks and snapshots, and wait until they can be found; the handoff is let go."""
+    ready = await world.prefilled(prefill_request(prompt, root=root, snapshot_at=cuts, store=True))
+    await world.prefill_stub.ReleaseHandoff(
+        worker_pb2.ReleaseHandoffRequest(handoff_id=ready.manifest.handoff_id, fence=ready.manifest.fence)
+    )
+    await until(lambda: world.prefill.prompts.num_background == 0)
+    return ready
+
+
+async def continued(world: World, request: worker_pb2.PrefillRequest) -> tuple[worker_pb2.HandoffReady, list[int]]:
+    reservation_id = await world.reserve(list(request.prompt_ids), request.sampling.max_tokens)
+    ready = await world.prefilled(request)
+    rest = await tokens_of(world.adopt(request, reservation_id, ready.manifest))
+    return ready, [ready.first_token.id, *rest]
+
+
+@pytest.mark.parametrize("length", [65, 128, 129, 200])
+def test_a_hit_gives_the_state_rows_and_tokens_of_a_cold_run(valkey, make_engine, backend, length):
+    async def scenario():
+        async with cached_world(valkey, make_engine, backend) as (world, node):
+            prompt, root = prompt_of(length), next(roots)
+            cut = (length - 1) // 64 * 64
+            cold = await stored(world, prompt, root, cut)
+            assert cold.cache.cached_tokens == 0 and cold.cache.miss_reason == common_pb2.MISS_REASON_COLD
+            match = await node.match(prompt, root)
+            assert match.tokens == cut
+            ready, tokens = await continued(world, prefill_request(prompt, root=root, hit=match.hit()))
+            assert (ready.cache.cached_tokens, ready.cache.cached_host) == (cut, cut)
+            assert ready.cache.miss_reason == common_pb2.MISS_REASON_REMAINDER
+            full = length // 64
+            assert [s.xxh3 for s in ready.manifest.rows[:full]] == [s.xxh3 for s in cold.manifest.rows[:full]]
+            assert [s.xxh3 for s in ready.manifest.state] == [s.xxh3 for s in cold.manifest.state]
+            assert tokens == await world.aggregated(prompt)
+            assert world.prefill.value("moonrelay_prefill_cache_tokens_total", tier="host") == cut
+            assert world.prefill.value("vllm:prefix_cache_hits_total", model_name="tiny") == cut
+
+    asyncio.run(scenario())
+
+
+def test_the_aggregated_path_stores_and_restores_too_and_the_next_turn_extends(valkey, make_engine, backend):
+    async def scenario():
+        async with cached_world(valkey, make_engine, backend) as (world, node):
+            first, root = prompt_of(150), next(roots)
+            request = prefill_request(first, root=root, snapshot_at=(64, 128), store=True)
+            tokens = await tokens_of(world.decode_stub.Generate(request))
+            await until(lambda: world.decode.prompts.num_background == 0)
+            second = first + tokens + prompt_of(40, seed=2)
+            match = await node.match(second, root)
+            assert match.tokens == 128
+            cold = await world.aggregated(second)
+            hit = prefill_request(second, root=root, hit=match.hit(), snapshot_at=(192,), store=True)
+            assert await tokens_of(world.decode_stub.Generate(hit)) == cold
+            await until(lambda: world.decode.prompts.num_background == 0)
+            assert (await node.match([*second, 1], root)).tokens == 192
+            _, disaggregated = await continued(world, prefill_request(second, root=root, hit=match.hit()))
+            assert disaggregated == cold
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("fault", ["gone", "altered", "evicted"])
+def test_a_fetch_that_fails_is_a_miss_with_its_reason_and_the_same_tokens(valkey, make_engine, backend, fault):
+    async def scenario():
+        async with cached_world(valkey, make_engine, backend, timing=SHORT) as (world, node):
+            prompt, root = prompt_of(140), next(roots)
+            await stored(world, prompt, root, 128)
+            hit = (await node.match(prompt, root)).hit()
+            if fault == "gone":
+                world.fabric.kill("cachestore-0")
+            elif fault == "altered":
+                node.arena.view[100] ^= 1
+            else:
+                hit.snapshot.node_epoch += 1
+                hit.runs[0].node_epoch += 1
+            ready, tokens = await continued(world, prefill_request(prompt, root=root, hit=hit))
+            expected = common_pb2.MISS_REASON_STALE_INDEX if fault == "evicted" else common_pb2.MISS_REASON_TIER_ERROR
+            assert (ready.cache.cached_tokens, ready.cache.miss_reason) == (0, expected)
+            assert tokens == await world.aggregated(prompt)
+
+    asyncio.run(scenario())
+
+
+def test_a_fetch_that_stalls_costs_its_deadline_and_its_memory_until_it_is_over(valkey, make_engine, backend):
+    async def scenario():
+        async with cached_world(valkey, make_engine, backend, timing=SHORT) as (world, node):
+            prompt, root = prompt_of(140), next(roots)
+            await stored(world, prompt, root, 128)
+            hit = (await node.match(prompt, root)).hit()
+            world.fabric.stop("cachestore-0")
+            request = prefill_request(prompt, root=root, hit=hit)
+            ready, tokens = await continued(world, request)
+            assert ready.cache.miss_reason == common_pb2.MISS_REASON_TIER_ERROR
+            assert world.prefill.value("moonrelay_prefill_quarantined_bytes") > 0
+            await until(lambda: world.prefill.memory.num_held == 1)
+            gone = world.prefill_stub.Prefill(request)  # and a client that leaves while the fetch stalls
+            await until(lambda: world.prefill.memory.num_held == 2)
+            gone.cancel()
+            await until(lambda: world.prefill.prompts.num_background == 2)
+            world.fabric.resume("cachestore-0")
+            await until(lambda: world.prefill.memory.num_held == 0)
+            assert world.prefill.value("moonrelay_prefill_quarantined_bytes") == 0
+            assert tokens == await world.aggregated(prompt)
+
+    asyncio.run(scenario())
+
+
+def test_storing_is_bounded_and_never_in_the_way(valkey, make_engine, backend):
+    async def scenario():
+        async with cached_world(valkey, make_engine, backend, publish_inflight_max=0) as (world, node):
+            prompt, root = prompt_of(130), next(roots)
+            await stored(world, prompt, root, 128)
+            assert world.prefill.value("moonrelay_prefill_publish_skipped_total", reason="busy") == 1
+            assert (await node.match([*prompt, 1], root)).tokens == 0
+
+    asyncio.run(scenario())
+
+
+def test_blocks_stay_until_the_node_has_answered_whatever_the_handoff_does(valkey, make_engine, backend):
+    async def scenario():
+        async with cached_world(valkey, make_engine, backend) as (world, node):
+            prompt, root = prompt_of(130), next(roots)
+            world.fabric.stop("prefill-0")  # the node's pull hangs
+            ready = await world.prefilled(prefill_request(prompt, root=root, snapshot_at=(128,), store=True))
+            await world.prefill_stub.ReleaseHandoff(
+                worker_pb2.ReleaseHandoffRequest(handoff_id=ready.manifest.handoff_id, fence=ready.manifest.fence)
+            )
+            await until(lambda: len(world.owner.table) == 0)
+            assert world.prefill.memory.num_held == 2  # the reservation and the snapshot's slot
+            world.fabric.resume("prefill-0")
+            await until(lambda: world.prefill.memory.num_held == 0)
+            assert (await node.match(prompt, root)).tokens == 128
+
+    asyncio.run(scenario())
+
+
+def test_where_prompts_are_stored():
+    nodes = tuple(
+        Member(instance_id=f"c{i}", role="cachestore", epoch=1, grpc_address="", load=Load()) for i in range(4)
+    )
+    root = bytes(16)
+
+    def hashes(seed: int) -> list[bytes]:
+        return prefix_hashes(root, [1] * 128 + prompt_of(256, seed), 64)
+
+    def place(seed: int, first_new: int, hit=None, among=nodes) -> str:
+        chosen = choose_node(among, root, hashes(seed), first_new, hit)
+        return "" if chosen is None else chosen.instance_id
+
+    assert len({place(seed, 0) for seed in range(50)}) == 1  # equal beginnings, first seen: one node computes for all
+    shared = worker_pb2.CacheHit(tokens=128, snapshot=worker_pb2.CacheRun(node_id="c2", node_epoch=1))
+    spread = [place(seed, 2, shared) for seed in range(50)]
+    assert len(set(spread)) == 4  # conversations that share a beginning
+    assert spread == [place(seed, 2, shared) for seed in range(50)]
+    assert {place(seed, 4, shared) for seed in range(50)} == {"c2"}  # one that goes on
+    stale = worker_pb2.CacheHit(tokens=256, snapshot=worker_pb2.CacheRun(node_id="c2", node_epoch=9))
+    assert place(1, 4, stale) != ""
+    assert place(1, 0, among=()) == ""
+    fewer = {
+        place(seed, 2, shared, nodes[:3]) == place(seed, 2, shared) for seed in range(50) if place(seed, 2) != "c3"
+    }
+    assert fewer == {True}  # a node that goes away moves nobody else's prompts
