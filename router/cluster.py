@@ -7,16 +7,16 @@ import logging
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Final
+from typing import Final, cast
+
+from redis.asyncio import Redis
 
 from cachestore.index import CacheIndex
-from moonrelay.membership import Member, Membership
-from redis.asyncio import Redis
-from redis.exceptions import RedisError
-
 from moonrelay.ids import InstanceId, PrefixHash
+from moonrelay.membership import Member, Membership
 from moonrelay.stubs.v1 import common_pb2
-from router.core import Worker, WorkerKey
+from moonrelay.valkey import FAILURES
+from router.core import Worker, WorkerKey, WorkerRole
 from router.fleet import ROLES, Match, cold
 
 log = logging.getLogger(__name__)
@@ -65,7 +65,7 @@ def worker_of(member: Member, tokenizer_revision: str) -> Worker | None:
     return Worker(
         instance_id=InstanceId(member.instance_id),
         epoch=member.epoch,
-        role=member.role,
+        role=cast(WorkerRole, member.role),
         address=member.grpc_address,
         host_id=common_pb2.Peer.FromString(member.peer).host_id,
         fingerprint=fingerprint,
@@ -101,9 +101,12 @@ class ClusterIndex:
         try:
             async with asyncio.timeout(self._timeout_s):
                 found = await index.match(root, hashes, prompt_tokens, nodes)
-        except (RedisError, OSError, TimeoutError) as error:
+        except FAILURES as error:
             log.warning("cache index out of reach", extra={"reason": type(error).__name__})
             return cold(prompt_tokens, "tier_error")
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():
+            raise asyncio.CancelledError  # asyncio.wait_for, through which redis-py sends, may swallow it
         return Match(
             tokens=found.tokens,
             matchable_tokens=found.matchable_tokens,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Set
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import grpc
 import grpc.aio
@@ -200,8 +200,8 @@ class Workers:
         line = self._lines.get(worker.key)
         if line is None:
             channel = grpc.aio.insecure_channel(worker.address, options=CHANNEL_OPTIONS)
-            prefill = worker_pb2_grpc.PrefillWorkerStub(channel)  # type: ignore[no-untyped-call]
-            decode = worker_pb2_grpc.DecodeWorkerStub(channel)  # type: ignore[no-untyped-call]
+            prefill = worker_pb2_grpc.PrefillWorkerStub(channel)
+            decode = worker_pb2_grpc.DecodeWorkerStub(channel)
             line = _Line(channel, prefill, decode)
             self._lines[worker.key] = line
         return line
@@ -285,6 +285,5 @@ def miss_reason_name(reason: int) -> str | None:
 
 
 def miss_reason_proto(reason: str | None) -> common_pb2.MissReason:
-    if reason is None:
-        return common_pb2.MISS_REASON_UNSPECIFIED
-    return common_pb2.MissReason.Value(f"MISS_REASON_{reason.upper()}")
+    name = "UNSPECIFIED" if reason is None else reason.upper()
+    return cast(common_pb2.MissReason, common_pb2.MissReason.Value(f"MISS_REASON_{name}"))

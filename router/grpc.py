@@ -192,9 +192,7 @@ class GrpcServer:
     def __init__(self, service: Service) -> None:
         self._server = grpc.aio.server(options=SERVER_OPTIONS)
         self._health = health.aio.HealthServicer()
-        api_pb2_grpc.add_GenerationServicer_to_server(  # type: ignore[no-untyped-call]
-            GrpcFrontend(service), self._server
-        )
+        api_pb2_grpc.add_GenerationServicer_to_server(GrpcFrontend(service), self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         names = (SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, self._server)

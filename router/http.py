@@ -6,6 +6,7 @@ import asyncio
 import re
 import secrets
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Final
 
 import msgspec
@@ -159,7 +160,6 @@ class HttpFrontend:
             request_id=request_id,
             deadline_s=asyncio.get_running_loop().time() + deadline_ms / 1e3,
             tenant=tenant,
-            size=request.content_length or 0,
             explain=request.headers.get("x-moonrelay-explain", "0") not in ("0", "", "false"),
         )
 
@@ -183,6 +183,7 @@ class HttpFrontend:
         except InvalidRequest as error:
             self._service.metrics.requests.labels(str(http_status(error))).inc()
             raise
+        call = replace(call, size=len(await request.read()))
         form = kind(asked, call, self._model.name, self._model.tokenizer)
         if not asked.stream:
             collected = Collected()
@@ -233,11 +234,11 @@ class HttpFrontend:
     def _model_card(self) -> dict[str, Any]:
         model = self._model
         card = {"id": model.name, "object": "model", "created": model.created, "owned_by": "moonrelay"}
-        return {**card, "max_model_len": model.context_len}
+        return {**card, "max_model_len": self._service.context_len}
 
     async def _tokenize(self, request: web.BaseRequest, call: Call) -> web.StreamResponse:
         ids = await self._read(request, self._tokens_of)
-        return json_answer({"count": len(ids), "max_model_len": self._model.context_len, "tokens": ids})
+        return json_answer({"count": len(ids), "max_model_len": self._service.context_len, "tokens": ids})
 
     def _tokens_of(self, body: Any) -> list[int]:
         """Ids of `prompt`, or of a chat as it would be rendered."""

@@ -7,19 +7,20 @@ import json
 import logging
 import os
 import signal
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
 import uvloop
-from moonrelay.membership import Load, Member, Membership
-from moonrelay.valkey import check_policy, connect
 
 from model.config import load_config
 from model.tokenizer import Tokenizer, tokenizer_revision
 from moonrelay import settings as settings_module
-from moonrelay.errors import SettingsError
+from moonrelay.errors import ServeError, SettingsError
 from moonrelay.log import configure
+from moonrelay.membership import Load, Member, Membership
+from moonrelay.valkey import check_policy, connect
 from router.cluster import ClusterIndex, MemberFleet
 from router.frontend import Frontends, start
 from router.service import ServedModel
@@ -33,7 +34,13 @@ def main(argv: Sequence[str]) -> int:
     configure("router", settings.log_level)
     print(json.dumps(settings_module.redacted(settings)), flush=True)
     model = load_model(settings)
-    return uvloop.run(run(settings, model))
+    status = 1
+    try:
+        status = uvloop.run(run(settings, model))
+    except* (ServeError, OSError, RuntimeError) as failed:
+        for error in failed.exceptions:
+            print(f"moonrelay router: {error}", file=sys.stderr)
+    return status
 
 
 def load_model(settings: RouterSettings) -> ServedModel:
@@ -43,6 +50,9 @@ def load_model(settings: RouterSettings) -> ServedModel:
         tokenizer, config = Tokenizer.load(folder), load_config(folder)
     except ValueError as error:  # TokenizerError, ModelError: they name the file
         raise SettingsError(f"model_dir: {error}") from None
+    if tokenizer.vocab_size != config.vocab_size:
+        sizes = f"{tokenizer.vocab_size} tokens, config.json says {config.vocab_size}"
+        raise SettingsError(f"model_dir: {folder}: the tokenizer has {sizes}")
     name = settings.served_model_name or folder.resolve().name
     return ServedModel(name=name, tokenizer=tokenizer, context_len=config.context_len, created=int(time.time()))
 

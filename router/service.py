@@ -89,6 +89,11 @@ class Service:
         """A whole serving path exists, and new requests are welcome."""
         return not self.draining and bool(core.serving(self.fleet.workers()))
 
+    @property
+    def context_len(self) -> int:
+        """Tokens that every worker can hold: the model's context, or less where a worker's pools are smaller."""
+        return min(self.model.context_len, *(w.context_len for w in self.fleet.workers() if w.context_len), 1 << 40)
+
     async def serve(self, request: GenerationRequest, call: Call, sink: Sink) -> Result:
         """Serve one request: deltas into `sink`, then the result, or one ServeError. Cancelling frees everything."""
         code = CLIENT_GONE
@@ -208,7 +213,7 @@ class Service:
 
     def _begin(self, request: GenerationRequest, call: Call, prompt: Prompt, sink: Sink) -> Turn:
         tokenizer = self.model.tokenizer
-        limit = token_limit(request, prompt.ids, self.model.context_len, self.settings.default_max_tokens)
+        limit = token_limit(request, prompt.ids, self.context_len, self.settings.default_max_tokens)
         chat = request.kind == "chat"
         stop_ids = (tokenizer.end_of_msg,) if chat else (tokenizer.eos, tokenizer.end_of_msg)
         turn = Turn(

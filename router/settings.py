@@ -37,7 +37,7 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     retries_max: int = 1  # workers lost before the first token reached the client
     recoveries_max: int = 2  # workers lost after it
     attempts_max: int = 8  # all tries of a request, those that reached nobody included
-    drain_ms: int = 20_000  # what requests in flight are given when the process is told to stop
+    drain_ms: int = 8_000  # what requests in flight are given when the process is told to stop
 
     def __post_init__(self) -> None:
         for name in ("listen", "grpc_listen"):

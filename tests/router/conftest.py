@@ -1,4 +1,4 @@
-"""Lets this folder's tests import `router_fakes` by name."""
+"""Lets this folder's tests import `router_fakes` and `fake_workers` by name."""
 
 from __future__ import annotations
 

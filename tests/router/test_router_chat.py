@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 
 import pytest
-from router_fakes import TOKENIZER, Cluster, chat_ids, chat_request, cluster, completion_request, in_loop
+from fake_workers import TOKENIZER, chat_ids
+from router_fakes import Cluster, chat_request, cluster, completion_request, in_loop
 
 from model.renderer import encode, render
 from moonrelay.stubs.v1 import common_pb2
@@ -15,7 +16,8 @@ TOOL = {"type": "function", "function": {"name": "grep", "parameters": {"type": 
 PATHS = [("prefill", "decode"), ("aggregated",)]
 CALLS = TOKENIZER.encode(
     "Let me look.<|close|>response<|sep|><|open|>tools<|sep|>"
-    '<|open|>call tool="grep" index="1"<|sep|><|open|>argument key="pat" type="string"<|sep|>a"b<|close|>argument<|sep|>'
+    '<|open|>call tool="grep" index="1"<|sep|>'
+    '<|open|>argument key="pat" type="string"<|sep|>a"b<|close|>argument<|sep|>'
     '<|open|>argument key="n" type="number"<|sep|>3<|close|>argument<|sep|><|close|>call<|sep|>'
     '<|open|>call tool="grep" index="2"<|sep|><|close|>call<|sep|><|close|>tools<|sep|>'
     "<|close|>message<|sep|><|end_of_msg|>",
@@ -90,9 +92,7 @@ async def test_a_stream_adds_up_to_the_whole_answer(roles, tokens_per_event):
         c.model.reply = chat_ids("Grüße 你好 👩‍👧.", thinking="hmm 👩‍👧 ok")
         c.model.tokens_per_event = tokens_per_event
         _, whole = await c.chat(**THINK)
-        events = await c.stream(
-            "/v1/chat/completions", chat_request(**THINK, stream_options={"include_usage": True})
-        )
+        events = await c.stream("/v1/chat/completions", chat_request(**THINK, stream_options={"include_usage": True}))
         assert events[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
         assert joined(events, "content") == "Grüße 你好 👩‍👧." == whole["choices"][0]["message"]["content"]
         assert joined(events, "reasoning_content") == "hmm 👩‍👧 ok"
@@ -270,9 +270,7 @@ async def _cached(c: Cluster, **cache: int) -> dict:
     c.index.tokens, c.index.matchable_tokens = 128, 192
     for worker in c.workers.values():
         worker.cache = common_pb2.CacheUsage(**cache)
-    _, answer = await c.post(
-        "/v1/completions", completion_request([5] * 300, max_tokens=2), x_moonrelay_explain="1"
-    )
+    _, answer = await c.post("/v1/completions", completion_request([5] * 300, max_tokens=2), x_moonrelay_explain="1")
     return answer["usage"]
 
 

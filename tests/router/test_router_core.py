@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from fake_workers import fingerprint
 from hypothesis import given
 from hypothesis import strategies as st
-from router_fakes import fingerprint
 
 from moonrelay.ids import InstanceId
 from router.core import CostModel, Load, Need, Worker, account, choose, handoff_s, plan_snapshots, serving

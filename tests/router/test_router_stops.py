@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from fake_workers import TOKENIZER, chat_ids
 from hypothesis import given
 from hypothesis import strategies as st
-from router_fakes import TOKENIZER, chat_ids, chat_request, cluster, completion_request, in_loop
+from router_fakes import chat_request, cluster, completion_request, in_loop
 
 from router.stops import StopMatcher
 

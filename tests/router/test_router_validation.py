@@ -6,7 +6,8 @@ import asyncio
 import json
 
 import pytest
-from router_fakes import TOKENIZER, chat_request, cluster, completion_request, in_loop
+from fake_workers import TOKENIZER
+from router_fakes import chat_request, cluster, completion_request, in_loop
 
 from moonrelay.errors import InvalidRequest, UnknownModel
 from router import fields
@@ -193,7 +194,7 @@ def test_what_is_supported_is_read():
 
 
 def test_null_means_not_given():
-    given = {name: None for name in [*GOOD_CHAT, "functions", "audio"]}
+    given = dict.fromkeys([*GOOD_CHAT, "functions", "audio"])
     assert parse_chat({**chat_request(), **given}, "toy") == parse_chat(chat_request(), "toy")
 
 
@@ -210,7 +211,14 @@ def test_two_names_of_one_limit_must_agree():
 
 
 def test_an_echoed_openai_message_is_taken_back():
-    echo = {"role": "assistant", "content": "x", "refusal": None, "annotations": [], "audio": None, "tool_calls": None}
+    echo = {
+        "role": "assistant",
+        "content": "x",
+        "refusal": None,
+        "annotations": [],
+        "audio": None,
+        "tool_calls": None,
+    }
     assert parse_chat({**chat_request(), "messages": [USER, echo, USER]}, "toy")
 
 
@@ -311,7 +319,8 @@ async def test_a_slow_body_is_given_up():
         host, port = c.url.removeprefix("http://").split(":")
         reader, writer = await asyncio.open_connection(host, int(port))
         writer.write(
-            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 99\r\n\r\n{"
+            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+            b"Content-Length: 99\r\n\r\n{"
         )
         head = await reader.readuntil(b"\r\n\r\n")
         length = int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0])

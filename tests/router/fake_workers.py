@@ -1,0 +1,267 @@
+"""Workers that speak worker.proto over real gRPC and say what a script tells them.
+
+A fake model continues any prompt with its reply: what of the reply stands at the prompt's end was generated already,
+so that a replayed prompt goes on where it broke.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from model.tokenizer import Tokenizer
+from moonrelay.errors import ServeError
+from moonrelay.ids import InstanceId
+from moonrelay.prefix import Fingerprint
+from moonrelay.status import grpc_status
+from moonrelay.stubs.v1 import common_pb2, worker_pb2, worker_pb2_grpc
+from router.core import Worker
+
+TOY = Path(__file__).resolve().parent.parent / "data" / "chat"
+TOKENIZER = Tokenizer.load(TOY)
+STOP = common_pb2.FINISH_REASON_STOP
+LENGTH = common_pb2.FINISH_REASON_LENGTH
+
+
+def fingerprint(revision: str = "w1", block_tokens: int = 64) -> Fingerprint:
+    return Fingerprint(
+        model="toy",
+        weights_revision=revision,
+        tokenizer_revision="t1",
+        row_dtype="fp32",
+        snapshot_dtype="fp32",
+        layout_version="1",
+        numerics_version="fake-1",
+        block_tokens=block_tokens,
+    )
+
+
+def chat_ids(text: str, *, thinking: str | None = None) -> list[int]:
+    """What a model generates for an answer: channels as special ids, the end of the message last."""
+    markup = "" if thinking is None else f"{thinking}<|close|>think<|sep|><|open|>response<|sep|>"
+    markup += f"{text}<|close|>response<|sep|><|close|>message<|sep|><|end_of_msg|>"
+    return TOKENIZER.encode(markup, allow_special=True)
+
+
+@dataclass
+class FakeModel:
+    """What every fake worker generates, and with what law."""
+
+    reply: list[int] = field(default_factory=lambda: chat_ids("Hello there."))
+    tokens_per_event: int = 1
+    logprobs: bool = False
+
+    def next_ids(self, prompt_ids: Sequence[int], sampling: common_pb2.Sampling) -> tuple[list[int], int]:
+        """All that would be generated after a prompt, and the reason it ends."""
+        done = self.done(prompt_ids)
+        ids: list[int] = []
+        for token_id in itertools.chain(self.reply[done:], itertools.repeat(33)):
+            ids.append(token_id)
+            if token_id in sampling.stop_token_ids:
+                return ids, STOP
+            if len(ids) == sampling.max_tokens:
+                return ids, LENGTH
+        raise AssertionError("unreachable")
+
+    def done(self, prompt_ids: Sequence[int]) -> int:
+        prompt = list(prompt_ids)
+        return next(n for n in range(len(self.reply), -1, -1) if n == 0 or prompt[-n:] == self.reply[:n])
+
+    def token(self, token_id: int, sampling: common_pb2.Sampling) -> common_pb2.Token:
+        if not sampling.HasField("top_logprobs"):
+            return common_pb2.Token(id=token_id)
+        top = [common_pb2.TopLogprob(id=token_id + n, logprob=-0.5 - n) for n in range(sampling.top_logprobs)]
+        return common_pb2.Token(id=token_id, logprob=-0.5, top=top)
+
+
+@dataclass
+class FakeWorker:
+    """One worker process. `faults` are raised by the next calls of a method, one each; counters show what it held."""
+
+    model: FakeModel
+    role: str
+    name: str
+    epoch: int = 1
+    host_id: str = "h1"
+    revision: str = "w1"
+    room: int = 100
+    die_after: int | None = None  # tokens of a decode stream after which the process is gone
+    hold_after: int | None = None  # tokens after which a stream waits for `go_on`
+    calls: list[tuple[str, Any]] = field(default_factory=list)
+    faults: dict[str, list[ServeError]] = field(default_factory=dict)
+    reservations: set[str] = field(default_factory=set)
+    handoffs: dict[str, Sequence[int]] = field(default_factory=dict)
+    cancelled: int = 0
+    cache: common_pb2.CacheUsage = field(default_factory=common_pb2.CacheUsage)
+
+    def __post_init__(self) -> None:
+        self.go_on = asyncio.Event()
+        self.holding = asyncio.Event()
+        self.changed = asyncio.Event()
+        self.address = ""
+
+    async def start(self) -> FakeWorker:
+        self.server = grpc.aio.server(options=(("grpc.so_reuseport", 0),))
+        if self.role == "prefill":
+            worker_pb2_grpc.add_PrefillWorkerServicer_to_server(FakePrefill(self), self.server)
+        else:
+            worker_pb2_grpc.add_DecodeWorkerServicer_to_server(FakeDecode(self), self.server)
+        self.address = f"127.0.0.1:{self.server.add_insecure_port('127.0.0.1:0')}"
+        await self.server.start()
+        return self
+
+    async def die(self) -> None:
+        await self.server.stop(None)
+
+    def worker(self) -> Worker:
+        return Worker(
+            instance_id=InstanceId(self.name),
+            epoch=self.epoch,
+            role=self.role,  # type: ignore[arg-type]
+            address=self.address,
+            host_id=self.host_id,
+            fingerprint=fingerprint(self.revision),
+            context_len=4_096,
+            state_bytes=1_000_000,
+            row_bytes=1_000,
+        )
+
+    async def enter(self, method: str, request: Any, context: Any) -> None:
+        self.calls.append((method, request))
+        pending = self.faults.get(method)
+        if pending:
+            error = pending.pop(0)
+            await context.abort(grpc_status(error), str(error), (("moonrelay-code", error.code),))
+
+    def noted(self) -> None:
+        self.changed.set()
+        self.changed = asyncio.Event()
+
+    async def until(self, holds: Callable[[], bool]) -> None:
+        while not holds():
+            await self.changed.wait()
+
+    def requests(self, method: str) -> list[Any]:
+        return [request for name, request in self.calls if name == method]
+
+    async def stream(
+        self, ids: Sequence[int], sampling: common_pb2.Sampling
+    ) -> AsyncIterator[worker_pb2.DecodeEvent]:
+        step = self.model.tokens_per_event
+        for start_at in range(0, len(ids), step):
+            if self.hold_after is not None and start_at >= self.hold_after:
+                self.holding.set()
+                await self.go_on.wait()
+            if self.die_after is not None and start_at >= self.die_after:
+                self.die_after = None
+                asyncio.get_running_loop().create_task(self.die())
+                await asyncio.Event().wait()
+            tokens = [self.model.token(i, sampling) for i in ids[start_at : start_at + step]]
+            yield worker_pb2.DecodeEvent(tokens=worker_pb2.Tokens(tokens=tokens))
+
+
+class FakePrefill(worker_pb2_grpc.PrefillWorkerServicer):
+    def __init__(self, worker: FakeWorker) -> None:
+        self.worker = worker
+
+    async def Prefill(self, request, context):
+        worker = self.worker
+        await worker.enter("Prefill", request, context)
+        try:
+            yield worker_pb2.PrefillEvent(progress=worker_pb2.PrefillProgress(tokens_done=1))
+            if worker.hold_after == -1:
+                worker.holding.set()
+                await worker.go_on.wait()
+            if worker.die_after == -1:
+                worker.die_after = None
+                asyncio.get_running_loop().create_task(worker.die())
+                await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            worker.cancelled += 1
+            worker.noted()
+            raise
+        ids, reason = worker.model.next_ids(request.prompt_ids, request.sampling)
+        ready = worker_pb2.HandoffReady(first_token=worker.model.token(ids[0], request.sampling), cache=worker.cache)
+        if len(ids) == 1:
+            ready.finish_reason = reason
+        else:
+            handoff_id = f"h{len(worker.calls)}"
+            worker.handoffs[handoff_id] = list(request.prompt_ids) + ids[:1]
+            ready.manifest.handoff_id = handoff_id
+            ready.manifest.tokens_in_state = len(request.prompt_ids)
+            ready.manifest.next_token = ids[0]
+            ready.manifest.source_address = worker.address
+            # The fake's "memory": what decode would pull, carried where tests can see it.
+            ready.manifest.source.nixl_metadata = json.dumps(worker.handoffs[handoff_id]).encode()
+        yield worker_pb2.PrefillEvent(handoff=ready)
+
+    async def ReleaseHandoff(self, request, context):
+        await self.worker.enter("ReleaseHandoff", request, context)
+        self.worker.handoffs.pop(request.handoff_id, None)
+        self.worker.noted()
+        return worker_pb2.ReleaseHandoffReply()
+
+
+class FakeDecode(worker_pb2_grpc.DecodeWorkerServicer):
+    def __init__(self, worker: FakeWorker) -> None:
+        self.worker = worker
+
+    async def Reserve(self, request, context):
+        worker = self.worker
+        await worker.enter("Reserve", request, context)
+        if len(worker.reservations) >= worker.room:
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "no room")
+        reservation_id = f"r{len(worker.calls)}"
+        worker.reservations.add(reservation_id)
+        return worker_pb2.ReserveReply(reservation_id=reservation_id, ttl_ms=60_000)
+
+    async def ReleaseReservation(self, request, context):
+        await self.worker.enter("ReleaseReservation", request, context)
+        self.worker.reservations.discard(request.reservation_id)
+        self.worker.noted()
+        return worker_pb2.ReleaseReservationReply()
+
+    async def Adopt(self, request, context):
+        worker = self.worker
+        await worker.enter("Adopt", request, context)
+        prompt = json.loads(request.manifest.source.nixl_metadata)
+        sampling = common_pb2.Sampling()
+        sampling.CopyFrom(request.sampling)
+        sampling.max_tokens -= 1
+        ids, reason = worker.model.next_ids(prompt, sampling)
+        try:
+            yield worker_pb2.DecodeEvent(adopted=worker_pb2.Adopted(bytes=1_000, transport="tcp", pull_seconds=0.5))
+            async for event in worker.stream(ids, request.sampling):
+                yield event
+        except asyncio.CancelledError:
+            worker.cancelled += 1
+            raise
+        finally:
+            worker.reservations.discard(request.reservation_id)
+            worker.noted()
+        finished = worker_pb2.Finished(reason=reason, completion_tokens=len(ids))
+        yield worker_pb2.DecodeEvent(finished=finished)
+
+    async def Generate(self, request, context):
+        worker = self.worker
+        await worker.enter("Generate", request, context)
+        ids, reason = worker.model.next_ids(request.prompt_ids, request.sampling)
+        try:
+            yield worker_pb2.DecodeEvent(cache=worker.cache)
+            async for event in worker.stream(ids, request.sampling):
+                yield event
+        except asyncio.CancelledError:
+            worker.cancelled += 1
+            raise
+        finally:
+            worker.noted()
+        finished = worker_pb2.Finished(reason=reason, completion_tokens=len(ids))
+        yield worker_pb2.DecodeEvent(finished=finished)
