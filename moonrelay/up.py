@@ -223,10 +223,13 @@ class Supervisor:
         return True
 
     def _pin_addresses(self, service: Service) -> None:
-        """A restarted router must come back at the address its clients know, even one that the kernel chose."""
-        for flag, key in (("--listen", "http"), ("--grpc-listen", "grpc")):
-            if service.name.startswith("router") and key in service.info:
-                address = str(service.info[key]).removeprefix("http://").rstrip("/")
+        """A restarted role comes back at the addresses that clients and scrapers know, even ones the kernel chose."""
+        keys = {"--metrics-listen": "metrics"}
+        if service.name.startswith("router"):
+            keys = {"--listen": "http", "--grpc-listen": "grpc"}
+        for flag, key in keys.items():
+            if key in service.info:
+                address = str(service.info[key]).removeprefix("http://").split("/")[0]
                 service.args[service.args.index(flag) + 1] = address
 
     async def _until_serving(self, service: Service, deadline: float) -> None:
@@ -266,7 +269,7 @@ class Supervisor:
             "grpc": routers[0].info["grpc"],
             "routers": [{"http": s.info["http"], "grpc": s.info["grpc"]} for s in routers],
             "redis": self.redis_url,
-            "metrics": {s.name: s.info["metrics"] for s in self.services if "metrics" in s.info},
+            "metrics": {s.name: metrics_url(s.info["metrics"]) for s in self.services if "metrics" in s.info},
             "pids": {s.name: s.child.process.pid for s in self.services if s.child},
             "logs": str(self.nursery.dir),
         }
@@ -304,6 +307,10 @@ async def _ended(child: Child) -> None:
         with contextlib.suppress(ProcessLookupError):
             child.process.kill()
         await child.process.wait()
+
+
+def metrics_url(address: str) -> str:
+    return address if "://" in address else f"http://{address}/metrics"
 
 
 def free_port(host: str) -> int:
