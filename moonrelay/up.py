@@ -159,7 +159,8 @@ class Supervisor:
         role, index = name.rsplit("-", 1)
         ready = self.nursery.dir / f"{name}.ready"
         host = self.settings.host
-        args = ["--instance-id", name, "--cluster", "local", "--redis-url", str(self.redis_url), "--ready-file", str(ready)]
+        args = ["--instance-id", name, "--cluster", "local", "--redis-url", str(self.redis_url)]
+        args += ["--ready-file", str(ready)]
         if role == "router":
             http = self.settings.port and self.settings.port + 2 * int(index)
             grpc = self.settings.port and self.settings.port + 2 * int(index) + 1

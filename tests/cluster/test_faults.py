@@ -61,18 +61,18 @@ def test_a_killed_role_ends_no_request_without_a_reply(mortal: Cluster, victim: 
 
 
 def _busy(cluster: Cluster) -> bool:
-    """Whether the decode worker runs sequences: a line of its metrics says so."""
-    import urllib.request
-
-    url = str(cluster.ready["metrics"]["decode-0"])
+    """Whether the decode worker runs sequences: its metrics say so."""
     try:
-        with urllib.request.urlopen(url, timeout=2) as answer:
+        with urllib.request.urlopen(cluster.ready["metrics"]["decode-0"], timeout=2) as answer:
             text = answer.read().decode()
-    except OSError:
+    except ConnectionError:
         return True  # it is being restarted: as busy as it gets
-    return any(
-        line.startswith("vllm:num_requests_running") and not line.endswith(" 0.0") for line in text.splitlines()
-    )
+    except urllib.error.URLError as error:
+        assert isinstance(error.reason, ConnectionError), error
+        return True
+    lines = [line for line in text.splitlines() if line.startswith("vllm:num_requests_running")]
+    assert lines, text
+    return not all(line.endswith(" 0.0") for line in lines)
 
 
 def test_a_killed_router_comes_back_at_its_address(mortal: Cluster) -> None:
