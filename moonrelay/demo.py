@@ -91,7 +91,8 @@ async def stream(session: aiohttp.ClientSession, name: str, url: str, body: dict
                 if thought or said:
                     exchange.last = time.perf_counter()
                     exchange.first = exchange.first or exchange.last
-                    print(thought + said, end="", flush=True)
+                    answers_now = bool(said and exchange.reasoning and not exchange.text)
+                    print(thought + ("\n\n" if answers_now else "") + said, end="", flush=True)
                 exchange.text += said
                 exchange.reasoning += thought
     print(f"\n[{exchange.finish_reason}]")
@@ -118,6 +119,10 @@ async def converse(http: str, max_tokens: int) -> list[Exchange]:
         return [*done, first, second]
 
 
+def read_json(path: Path) -> dict[str, Any] | None:
+    return json.loads(path.read_text()) if path.exists() else None
+
+
 def table(rows: Sequence[Sequence[str]]) -> str:
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
@@ -132,12 +137,11 @@ async def run(settings: DemoSettings) -> int:
         args += ["--aggregated"] if settings.aggregated else []
         cluster = await asyncio.create_subprocess_exec(*python_command(*args))
         try:
-            while not ready_file.exists():
+            while (ready := read_json(ready_file)) is None:
                 if cluster.returncode is not None:
                     print("the cluster did not start; see above", file=sys.stderr)
                     return 1
                 await asyncio.sleep(0.05)
-            ready = json.loads(ready_file.read_text())
             started = time.perf_counter()
             exchanges = await converse(ready["http"].rstrip("/"), settings.max_tokens)
             asked = time.perf_counter()
