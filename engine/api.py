@@ -1,7 +1,7 @@
 """What the engine promises to its workers: values and events. Torch-free.
 
-`engine.engine.Engine` runs one thread that owns the model; every method named here may be called from any thread, and
-`emit` is called on the engine's thread (an asyncio edge hands over with `loop.call_soon_threadsafe`) and must not raise.
+`engine.engine.Engine` runs one thread that owns the model; every method named here may be called from any thread.
+`emit` is called on the engine's thread (an asyncio edge hands over by `loop.call_soon_threadsafe`); it never raises.
 A reservation is its caller's until `release`, whatever becomes of the sequences run on it.
 
     Engine(backend, settings)          .rows [num_blocks, block_floats], .state [num_slots, slot_floats]: the pools
