@@ -115,9 +115,7 @@ class Reader:
             raise self._counted(failed) from failed.__cause__
         self._move(reservation_id, Event.VERIFIED)
         self._acks.send(wire)
-        self._metrics.bytes.labels(report.transport).inc(report.bytes)
-        self._metrics.pull_seconds.labels(report.transport).observe(report.pull_seconds)
-        self._metrics.verify_seconds.labels(report.transport).observe(report.verify_seconds)
+        self._metrics.pulled(report, len(wire.rows) + len(wire.state))
         return holding, report
 
     def _judge(self, reservation_id: str, wire: worker_pb2.Manifest) -> HandoffRefused | None:
@@ -173,7 +171,7 @@ class Reader:
             self._acks.send(wire)
 
     def _counted(self, refusal: HandoffRefused) -> HandoffRefused:
-        self._metrics.refused.labels(refusal.reason).inc()
+        self._metrics.refuse(refusal.reason)
         return refusal
 
     def _expire(self, now: int) -> None:

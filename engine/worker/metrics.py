@@ -29,17 +29,17 @@ class WorkerMetrics:
         self._model = model_name
         self.warming = False  # what runs before the worker is ready is nobody's request
         self.on_memory_freed: Callable[[], object] = lambda: None
-        self.prompt_tokens = self._vllm_counter("prompt_tokens", "Prompt tokens of requests, cached ones included")
-        self.generation_tokens = self._vllm_counter("generation_tokens", "Tokens drawn")
-        self.prefix_queries = self._vllm_counter("prefix_cache_queries", "Prompt tokens looked up in the cache")
-        self.prefix_hits = self._vllm_counter("prefix_cache_hits", "Prompt tokens restored from the cache")
-        self.ttft = self._vllm_histogram("time_to_first_token_seconds", "Arrival at this worker to first token")
-        self.inter_token = self._vllm_histogram(
+        self.prompt_tokens = self.vllm_counter("prompt_tokens", "Prompt tokens of requests, cached ones included")
+        self.generation_tokens = self.vllm_counter("generation_tokens", "Tokens drawn")
+        self.prefix_queries = self.vllm_counter("prefix_cache_queries", "Prompt tokens looked up in the cache")
+        self.prefix_hits = self.vllm_counter("prefix_cache_hits", "Prompt tokens restored from the cache")
+        self.ttft = self.vllm_histogram("time_to_first_token_seconds", "Arrival at this worker to first token")
+        self.inter_token = self.vllm_histogram(
             "inter_token_latency_seconds", "Between a sequence's steps", FINE_SECONDS
         )
-        self.queue_time = self._vllm_histogram("request_queue_time_seconds", "Submitted to first planned")
-        self.prefill_time = self._vllm_histogram("request_prefill_time_seconds", "First planned to first token")
-        self.decode_time = self._vllm_histogram("request_decode_time_seconds", "First token to the end")
+        self.queue_time = self.vllm_histogram("request_queue_time_seconds", "Submitted to first planned")
+        self.prefill_time = self.vllm_histogram("request_prefill_time_seconds", "First planned to first token")
+        self.decode_time = self.vllm_histogram("request_decode_time_seconds", "First token to the end")
         self._success = Counter(
             "vllm:request_success",
             "Sequences that ended, by why",
@@ -77,11 +77,11 @@ class WorkerMetrics:
     ) -> Histogram:
         return Histogram(f"moonrelay_{self.source}_{name}", about, labels, buckets=buckets, registry=self.registry)
 
-    def _vllm_counter(self, name: str, about: str) -> Counter:
+    def vllm_counter(self, name: str, about: str) -> Counter:
         made = Counter(f"vllm:{name}", about, ("model_name",), registry=self.registry)
         return made.labels(self._model)
 
-    def _vllm_histogram(self, name: str, about: str, buckets: tuple[float, ...] = SECONDS) -> Histogram:
+    def vllm_histogram(self, name: str, about: str, buckets: tuple[float, ...] = SECONDS) -> Histogram:
         made = Histogram(f"vllm:{name}", about, ("model_name",), buckets=buckets, registry=self.registry)
         return made.labels(self._model)
 

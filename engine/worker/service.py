@@ -21,6 +21,8 @@ OPTIONS: Final = (
     ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
     ("grpc.max_send_message_length", MESSAGE_BYTES_MAX),
     ("grpc.so_reuseport", 0),  # a second process on the same port is a mistake, not a replica
+    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),  # routers ping idle channels to notice a dead worker
+    ("grpc.keepalive_permit_without_calls", 1),
 )
 
 

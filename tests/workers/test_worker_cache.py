@@ -194,19 +194,32 @@ def test_a_fetch_that_stalls_costs_its_deadline_and_its_memory_until_it_is_over(
             await stored(world, prompt, root, 128)
             hit = (await node.match(prompt, root)).hit()
             world.fabric.stop("cachestore-0")
-            request = prefill_request(prompt, root=root, hit=hit)
-            ready, tokens = await continued(world, request)
+            ready, tokens = await continued(world, prefill_request(prompt, root=root, hit=hit))
             assert ready.cache.miss_reason == common_pb2.MISS_REASON_TIER_ERROR
             assert world.prefill.value("moonrelay_prefill_quarantined_bytes") > 0
-            await until(lambda: world.prefill.memory.num_held == 1)
-            gone = world.prefill_stub.Prefill(request)  # and a client that leaves while the fetch stalls
-            await until(lambda: world.prefill.memory.num_held == 2)
-            gone.cancel()
-            await until(lambda: world.prefill.prompts.num_background == 2)
+            await until(lambda: world.held() == (1, 0))  # the handoff is over, the landing memory is not free
             world.fabric.resume("cachestore-0")
-            await until(lambda: world.prefill.memory.num_held == 0)
+            await until(lambda: world.held() == (0, 0))
             assert world.prefill.value("moonrelay_prefill_quarantined_bytes") == 0
             assert tokens == await world.aggregated(prompt)
+
+    asyncio.run(scenario())
+
+
+def test_a_client_that_leaves_while_its_fetch_stalls_leaves_the_memory_in_quarantine(valkey, make_engine, backend):
+    async def scenario():
+        async with cached_world(valkey, make_engine, backend) as (world, node):
+            prompt, root = prompt_of(140), next(roots)
+            await stored(world, prompt, root, 128)
+            hit = (await node.match(prompt, root)).hit()
+            world.fabric.stop("cachestore-0")
+            gone = world.prefill_stub.Prefill(prefill_request(prompt, root=root, hit=hit))
+            await until(lambda: node.core.stats().num_leases == 1)  # its read is under way
+            gone.cancel()
+            await until(lambda: world.prefill.prompts.num_background == 1)
+            assert world.held() == (1, 0)
+            world.fabric.resume("cachestore-0")
+            await until(lambda: world.held() == (0, 0))
 
     asyncio.run(scenario())
 

@@ -217,8 +217,8 @@ class World:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    """Wait for what another task or the engine's thread is about to do; it must come within 20 s."""
-    async with asyncio.timeout(20):
+    """Wait for what another task or the engine's thread is about to do; it must come within a minute."""
+    async with asyncio.timeout(60):
         while not condition():  # noqa: ASYNC110 - there is no event for "the books balance"
             await asyncio.sleep(0.002)
 
