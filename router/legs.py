@@ -132,17 +132,15 @@ class Legs:
 
         async def hear(event: worker_pb2.DecodeEvent) -> bool:
             match event.WhichOneof("event"):
+                case "cache":
+                    turn.served.prefill_seconds = time.perf_counter() - began
+                    self._settle_cache(turn, leg.lookup, event.cache)
                 case "tokens":
-                    if turn.account is None:
-                        self._settle_cache(turn, leg.lookup, common_pb2.CacheUsage())
-                    if not turn.generated:
-                        turn.served.prefill_seconds = time.perf_counter() - began
                     await turn.take(event.tokens.tokens)
                 case "finished":
+                    self._settle_cache(turn, leg.lookup, event.cache)  # a worker that did not say: nothing was cached
                     turn.end(event.finished.reason)
                     return True
-                case "cache":
-                    self._settle_cache(turn, leg.lookup, event.cache)
             return False
 
         stream = await self._workers.generate(worker, prefill_request(turn, leg), _left_s(turn))
@@ -154,12 +152,15 @@ class Legs:
         Raises: WorkerLost where the worker falls silent, DeadlineExceeded where the client stops reading.
         """
         loop = asyncio.get_running_loop()
+        heard_s = loop.time()
         whole = False
         try:
             async with asyncio.timeout(self._stall_s) as clock:
                 while not (whole or turn.ended):
                     whole = await hear(await stream.read())
-                    clock.reschedule(loop.time() + self._stall_s)
+                    if loop.time() - heard_s > self._stall_s / 8:  # a timer per token would cost more than the token
+                        heard_s = loop.time()
+                        clock.reschedule(heard_s + self._stall_s)
         except TimeoutError:
             if turn.emitting:
                 raise DeadlineExceeded("the client does not read its answer") from None
