@@ -23,7 +23,7 @@ from redis.asyncio import Redis
 from moonrelay.errors import InvariantError, Unavailable
 from moonrelay.ids import Role
 from moonrelay.prefix import Fingerprint
-from moonrelay.valkey import FAILURES
+from moonrelay.valkey import FAILURES, raise_if_cancelled
 
 logger = logging.getLogger(__name__)
 
@@ -190,6 +190,7 @@ class Membership:
 
     async def _beats(self) -> None:
         while True:
+            raise_if_cancelled()
             await _wait(self._beat_now, HEARTBEAT_S)
             try:
                 await self._beat()
@@ -218,6 +219,7 @@ class Membership:
 
     async def _refreshes(self) -> None:
         while True:
+            raise_if_cancelled()
             await _wait(self._refresh_now, REFRESH_S)
             try:
                 await self._refresh()
@@ -251,11 +253,13 @@ class Membership:
     async def _listen(self) -> None:
         """Joins and leaves refresh the view at once; without the subscription the period alone does."""
         while True:
+            raise_if_cancelled()
             pubsub = self._redis.pubsub()
             try:
                 await pubsub.subscribe(self._channel)
                 self._refresh_now.set()
                 while True:
+                    raise_if_cancelled()
                     message = await pubsub.get_message(ignore_subscribe_messages=True, timeout=5.0)
                     if message is not None:
                         self._refresh_now.set()

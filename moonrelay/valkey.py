@@ -46,6 +46,17 @@ def connect(url: str) -> Redis:
         raise SettingsError(f"redis_url: {error}") from None
 
 
+def raise_if_cancelled() -> None:
+    """End a task whose cancellation a Redis call swallowed; for loops that make such calls.
+
+    Before Python 3.12 `asyncio.wait_for`, which the client uses for every send, returns normally when it is
+    cancelled in the moment that its work is done.
+    """
+    task = asyncio.current_task()
+    if task is not None and task.cancelling():
+        raise asyncio.CancelledError
+
+
 async def check_policy(redis: Redis) -> None:
     """An index whose server may drop keys on its own would lie. Raises: SettingsError, Unavailable."""
     try:

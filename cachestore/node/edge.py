@@ -17,6 +17,7 @@ from moonrelay.errors import InvalidRequest, InvariantError, Overloaded, ServeEr
 from moonrelay.membership import Load, Membership
 from moonrelay.status import grpc_status
 from moonrelay.stubs.v1 import cache_pb2, cache_pb2_grpc, common_pb2
+from moonrelay.valkey import raise_if_cancelled
 
 logger = logging.getLogger(__name__)
 
@@ -60,6 +61,7 @@ class CacheNodeEdge(cache_pb2_grpc.CacheNodeServicer):
         """Expire leases, keep the index alive, report load; check the books whenever nothing is going on."""
         was_idle, renew_at_s = False, time.monotonic() + RENEW_S
         while True:
+            raise_if_cancelled()
             await asyncio.sleep(TICK_S)
             self._metrics.leases_expired.inc(self._core.expire(_now_ms()))
             stats = self._core.stats()

@@ -61,7 +61,8 @@ class Prompt:
 
 def prompt(root: bytes, *runs: tuple[int, int]) -> Prompt:
     """(token id, how many blocks of it) one after the other, and one more token."""
-    return Prompt(root, tuple(t for token, blocks in runs for t in [token] * (blocks * BLOCK_TOKENS)) + (1,))
+    words = [token for token, blocks in runs for _ in range(blocks * BLOCK_TOKENS)]
+    return Prompt(root, (*words, 1))
 
 
 class Worker:

@@ -7,6 +7,8 @@ import os
 import random
 import secrets
 import signal
+import time
+from collections.abc import Callable
 
 import grpc
 import pytest
@@ -24,6 +26,14 @@ BUNDLE_BYTES = 4 * PageAllocator.rounded(BLOCK_BYTES) + PageAllocator.rounded(ST
 
 def fresh_root() -> bytes:
     return secrets.token_bytes(16)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Give the loop turns until `condition` holds."""
+    deadline_s = soon(5)
+    while not condition():
+        assert time.monotonic() < deadline_s
+        await asyncio.wait([asyncio.ensure_future(asyncio.sleep(0))])
 
 
 def test_publish_match_fetch_and_publish_again(valkey: LocalValkey) -> None:
@@ -201,14 +211,10 @@ def test_a_stopped_publisher_costs_a_quarantine_until_its_read_is_over(valkey: L
             with pytest.raises(TransferError, match="DEADLINE"):
                 await worker.publish(world.member, mine, range(3), (3,), deadline_s=soon(0.3))
             expected = 3 * PageAllocator.rounded(BLOCK_BYTES) + PageAllocator.rounded(STATE_BYTES)
-            async with asyncio.timeout(5):
-                while world.node.core.stats().quarantined_bytes != expected:
-                    await asyncio.sleep(0)
+            await until(lambda: world.node.core.stats().quarantined_bytes == expected)
             world.node.core.check()
             world.fabric.resume("worker")
-            async with asyncio.timeout(5):
-                while world.node.core.stats().quarantined_bytes:
-                    await asyncio.sleep(0)
+            await until(lambda: world.node.core.stats().quarantined_bytes == 0)
             assert world.node.core.stats().free_bytes == world.node.core.stats().capacity_bytes
             await worker.publish(world.member, mine, range(3), (3,))
             assert (await worker.match(mine)).tokens == 3 * 64

@@ -15,7 +15,7 @@ from redis.asyncio import Redis
 from moonrelay.errors import SettingsError, Unavailable
 from moonrelay.membership import TTL_MS, Load, Member, Membership
 from moonrelay.prefix import Fingerprint
-from moonrelay.valkey import LocalValkey, check_policy, connect, start_local_valkey
+from moonrelay.valkey import LocalValkey, check_policy, connect, raise_if_cancelled, start_local_valkey
 
 FINGERPRINT = Fingerprint(
     model="m", weights_revision="w", tokenizer_revision="t", row_dtype="f32", snapshot_dtype="f32",
@@ -156,3 +156,21 @@ def test_a_server_that_may_evict_is_refused(tmp_path) -> None:
 def test_an_unreadable_url_is_a_settings_error() -> None:
     with pytest.raises(SettingsError):
         connect("http://somewhere")
+
+
+def test_a_swallowed_cancellation_is_raised_again() -> None:
+    async def swallower() -> None:
+        with contextlib.suppress(asyncio.CancelledError):  # as asyncio.wait_for does when its work ends just then
+            await asyncio.Event().wait()
+        raise_if_cancelled()
+        raise AssertionError("went on after its cancellation")
+
+    async def run() -> None:
+        raise_if_cancelled()
+        task = asyncio.ensure_future(swallower())
+        await asyncio.wait([task], timeout=0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(run())
