@@ -30,6 +30,7 @@ _decode: Final = msgspec.json.Decoder().decode
 OFF_LOOP_BYTES: Final = 1 << 17  # reading this much JSON takes some milliseconds
 REQUEST_ID: Final = re.compile(r"[\x21-\x7e]{1,128}")
 TENANT: Final = re.compile(r"[\x21-\x7e]{0,128}")
+KEEPALIVE_S: Final = 75.0
 FAREWELL_S: Final = 5.0  # for the last words to a client that may not read them
 STREAM_HEADERS: Final = {
     "Content-Type": "text/event-stream; charset=utf-8",
@@ -134,9 +135,8 @@ class HttpFrontend:
         except web.HTTPRequestEntityTooLarge:
             limit = self._settings.body_bytes_max
             return refusal(413, "request_too_large", f"the body: expected at most {limit} bytes")
-        except web.HTTPUnsupportedMediaType:
-            found = request.headers.get("Content-Type", "none")
-            return refusal(415, "unsupported_media_type", f"Content-Type: expected application/json, found {found}")
+        except web.HTTPUnsupportedMediaType as error:
+            return refusal(415, "unsupported_media_type", error.text or "")
         except web.HTTPRequestTimeout:
             return refusal(408, "request_timeout", "the body did not arrive in time")
         except web.RequestPayloadError:
@@ -212,7 +212,10 @@ class HttpFrontend:
     async def _read(self, request: web.BaseRequest, parse: Callable[[Any], Any]) -> Any:
         """The body, parsed by `parse`; a long one in a thread. Raises: InvalidRequest, web.HTTPException."""
         if request.content_type != "application/json":
-            raise web.HTTPUnsupportedMediaType
+            found = request.headers.get("Content-Type", "none")
+            raise web.HTTPUnsupportedMediaType(text=f"Content-Type: expected application/json, found {found[:80]}")
+        if request.headers.get("Content-Encoding", "identity") != "identity":
+            raise web.HTTPUnsupportedMediaType(text="Content-Encoding: expected an uncompressed body")
         try:
             async with asyncio.timeout(self._settings.body_timeout_ms / 1e3):
                 raw = await request.read()
@@ -307,21 +310,48 @@ def refusal(status: int, code: str, message: str) -> web.Response:
     return json_answer({"error": error}, status)
 
 
+class Connection(web.RequestHandler):
+    """A connection on which even what is no HTTP gets the one error form. Such noise is not worth a log line."""
+
+    def handle_error(
+        self,
+        request: web.BaseRequest,
+        status: int = 500,
+        exc: BaseException | None = None,
+        message: str | None = None,
+    ) -> web.StreamResponse:
+        if status >= 500 or request.writer.output_size > 0:
+            return super().handle_error(request, status, exc, message)
+        answer = refusal(status, "invalid_request", f"not an HTTP request: {(message or '').strip()[:200]}")
+        answer.force_close()
+        return answer
+
+
+class Server(web.Server):
+    """Takes connections; does not unpack compressed bodies, whose size nobody knows before."""
+
+    def __init__(self, frontend: HttpFrontend, body_bytes_max: int) -> None:
+        loop = asyncio.get_running_loop()
+
+        def make_request(message: Any, payload: Any, protocol: Any, writer: Any, task: Any) -> web.BaseRequest:
+            return web.BaseRequest(message, payload, protocol, writer, task, loop, client_max_size=body_bytes_max)
+
+        super().__init__(frontend.handle, request_factory=make_request, handler_cancellation=True)
+        self._loop_for_connections = loop
+
+    def __call__(self) -> web.RequestHandler:
+        return Connection(
+            self,
+            loop=self._loop_for_connections,
+            access_log=None,  # type: ignore[arg-type]  # none: a line per request is what metrics are for
+            keepalive_timeout=KEEPALIVE_S,
+            auto_decompress=False,
+        )
+
+
 async def listen(frontend: HttpFrontend, host: str, port: int, body_bytes_max: int) -> tuple[web.ServerRunner, int]:
     """Serve until the runner is cleaned up; returns it and the port. aiohttp sets TCP_NODELAY on what it accepts."""
-    loop = asyncio.get_running_loop()
-
-    def make_request(message: Any, payload: Any, protocol: Any, writer: Any, task: Any) -> web.BaseRequest:
-        return web.BaseRequest(message, payload, protocol, writer, task, loop, client_max_size=body_bytes_max)
-
-    server = web.Server(
-        frontend.handle,
-        request_factory=make_request,
-        handler_cancellation=True,
-        access_log=None,
-        keepalive_timeout=75.0,
-    )
-    runner = web.ServerRunner(server)
+    runner = web.ServerRunner(Server(frontend, body_bytes_max))
     await runner.setup()
     site = web.TCPSite(runner, host, port, backlog=1_024)
     await site.start()

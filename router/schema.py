@@ -14,6 +14,7 @@ from router import fields
 from router.fields import Reader, boolean, integer, name, number, only, refuse, text, unsupported
 
 TOP_LOGPROBS_MAX: Final = 20
+UINT32_MAX: Final = (1 << 32) - 1  # what the workers' protocol can carry
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +81,7 @@ COMMON: Final[Mapping[str, Reader]] = {
     "max_tokens": integer(1),
     "temperature": number(0, 2),
     "top_p": number(0, 1, above_low=True),
-    "top_k": integer(-1),
+    "top_k": integer(-1, UINT32_MAX),
     "seed": integer(0, fields.UINT64_MAX),
     "stop": fields.stop_strings,
     "stream": boolean,

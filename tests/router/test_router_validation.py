@@ -25,6 +25,7 @@ BAD_SHARED = [
     ("top_p", 1.01, "top_p"),
     ("top_k", -2, "top_k"),
     ("top_k", 1.5, "top_k"),
+    ("top_k", 1 << 40, "top_k"),
     ("max_tokens", 0, "max_tokens"),
     ("max_tokens", -5, "max_tokens"),
     ("max_tokens", "many", "max_tokens"),
@@ -266,6 +267,8 @@ async def test_broken_bodies_paths_methods_and_types_are_refused_in_one_form():
         for content_type in ("text/plain", "application/x-www-form-urlencoded", ""):
             async with c.session.post(url, data=b"{}", headers={"Content-Type": content_type}) as answer:
                 assert (answer.status, (await answer.json())["error"]["code"]) == (415, "unsupported_media_type")
+        async with c.session.post(url, data=b"{}", headers={**headers, "Content-Encoding": "gzip"}) as answer:
+            assert (answer.status, (await answer.json())["error"]["code"]) == (415, "unsupported_media_type")
         for method, path, status in [
             ("GET", "/nope", 404),
             ("POST", "/v1/nope", 404),
@@ -313,6 +316,28 @@ async def test_bad_headers_are_named():
         assert (status, answer["error"]["param"]) == (400, "x-moonrelay-tenant")
 
 
+async def raw_answer(reader: asyncio.StreamReader) -> tuple[bytes, dict]:
+    head = await reader.readuntil(b"\r\n\r\n")
+    length = int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0])
+    return head, json.loads(await reader.readexactly(length))
+
+
+@pytest.mark.parametrize(
+    "raw", [b"GET /health\x00 HTTP/1.1\r\n\r\n", b"nonsense\r\n\r\n", b"GET / HTTP/1.1\r\n: x\r\n\r\n"]
+)
+@in_loop
+async def test_what_is_no_http_gets_the_same_form(raw):
+    async with cluster() as c:
+        host, port = c.url.removeprefix("http://").split(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(raw)
+        head, body = await raw_answer(reader)
+        assert b" 400 " in head and body["error"]["code"] == "invalid_request"
+        assert await reader.read() == b""
+        writer.close()
+        assert (await c.get("/health"))[0] == 200
+
+
 @in_loop
 async def test_a_slow_body_is_given_up():
     async with cluster(body_timeout_ms=50) as c:
@@ -322,8 +347,6 @@ async def test_a_slow_body_is_given_up():
             b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
             b"Content-Length: 99\r\n\r\n{"
         )
-        head = await reader.readuntil(b"\r\n\r\n")
-        length = int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0])
-        body = json.loads(await reader.readexactly(length))
+        head, body = await raw_answer(reader)
         assert b" 408 " in head and body["error"]["code"] == "request_timeout"
         writer.close()
