@@ -37,46 +37,45 @@ struct Pass {
     float* out;
 };
 
-// What is wrong with a pass, or an empty string.
-std::string fault(const Model& m, const Pass& p) {
-    const Config& c = m.config;
-    const auto at = [](int s) { return "segment " + std::to_string(s) + ": "; };
-    std::vector<int32_t> slots(size_t(p.pool_slots), -1);
-    struct Owner { int32_t segment = -1; int64_t index = 0; };
-    std::vector<Owner> written(size_t(p.pool_blocks));
+std::string at(int segment) { return "segment " + std::to_string(segment) + ": "; }
+
+// What is wrong with one segment by itself, or an empty string.
+std::string segment_fault(const Model& m, const Pass& p, int s, const int32_t* ids, const int32_t* blocks) {
+    const int vocab = m.config.vocab;
+    if (p.tokens[s] < 1) return "no tokens";
+    for (int i = 0; i < p.tokens[s]; ++i)
+        if (ids[i] < 0 || ids[i] >= vocab)
+            return "token id " + std::to_string(ids[i]) + " is outside the vocabulary of " + std::to_string(vocab);
+    if (p.slot[s] < 0 || p.slot[s] >= p.pool_slots)
+        return "slot " + std::to_string(p.slot[s]) + " is outside the pool of " + std::to_string(p.pool_slots);
+    if (p.start[s] < 0) return "start " + std::to_string(p.start[s]) + " is negative";
+    if (p.logits[s] < 0 || p.logits[s] > kAllLogits) return "unknown logits mode";
+    const int64_t end = p.start[s] + p.tokens[s];
+    if (end > int64_t(p.num_blocks[s]) * p.block_tokens)
+        return std::to_string(end) + " tokens do not fit into " + std::to_string(p.num_blocks[s]) + " blocks";
+    for (int64_t i = 0; i <= (end - 1) / p.block_tokens; ++i)
+        if (blocks[i] < 0 || blocks[i] >= p.pool_blocks)
+            return "block " + std::to_string(blocks[i]) + " is outside the pool of " + std::to_string(p.pool_blocks);
+    return "";
+}
+
+// What is wrong with a pass, or an empty string: every index in range, a slot in one segment only, and a block that is
+// written held by no other segment and at no other place.
+std::string fault(Model& m, const Pass& p) {
+    m.claims.begin(p.pool_slots, p.pool_blocks);
     const int32_t *ids = p.ids, *blocks = p.blocks;
     for (int s = 0; s < p.num_segments; ids += p.tokens[s], blocks += p.num_blocks[s], ++s) {
-        if (p.tokens[s] < 1) return at(s) + "no tokens";
-        for (int i = 0; i < p.tokens[s]; ++i)
-            if (ids[i] < 0 || ids[i] >= c.vocab)
-                return at(s) + "token id " + std::to_string(ids[i]) + " is outside the vocabulary of " + std::to_string(c.vocab);
-        if (p.slot[s] < 0 || p.slot[s] >= p.pool_slots)
-            return at(s) + "slot " + std::to_string(p.slot[s]) + " is outside the pool of " + std::to_string(p.pool_slots);
-        if (slots[size_t(p.slot[s])] >= 0)
-            return at(s) + "slot " + std::to_string(p.slot[s]) + " already belongs to segment " +
-                   std::to_string(slots[size_t(p.slot[s])]);
-        slots[size_t(p.slot[s])] = s;
-        if (p.start[s] < 0) return at(s) + "start " + std::to_string(p.start[s]) + " is negative";
-        if (p.logits[s] < 0 || p.logits[s] > kAllLogits) return at(s) + "unknown logits mode";
-        if (!m.num_mla) continue;
-        const int64_t end = p.start[s] + p.tokens[s];
-        if (end > int64_t(p.num_blocks[s]) * p.block_tokens)
-            return at(s) + std::to_string(end) + " tokens need more than " + std::to_string(p.num_blocks[s]) + " blocks";
-        for (int64_t i = 0; i <= (end - 1) / p.block_tokens; ++i) {
-            if (blocks[i] < 0 || blocks[i] >= p.pool_blocks)
-                return at(s) + "block " + std::to_string(blocks[i]) + " is outside the pool of " + std::to_string(p.pool_blocks);
-            if (i >= p.start[s] / p.block_tokens) written[size_t(blocks[i])] = {s, i};
-        }
+        const std::string wrong = segment_fault(m, p, s, ids, blocks);
+        if (!wrong.empty()) return at(s) + wrong;
+        if (!m.claims.slot(p.slot[s])) return at(s) + "slot " + std::to_string(p.slot[s]) + " is in another segment too";
+        for (int64_t i = p.start[s] / p.block_tokens; i <= (p.start[s] + p.tokens[s] - 1) / p.block_tokens; ++i)
+            if (!m.claims.write(blocks[i], s, i)) return at(s) + "block " + std::to_string(blocks[i]) + " is written twice";
     }
-    if (!m.num_mla) return "";
-    blocks = p.blocks;  // a written block has one writer and no other reader
+    blocks = p.blocks;
     for (int s = 0; s < p.num_segments; blocks += p.num_blocks[s], ++s)
-        for (int64_t i = 0; i <= (p.start[s] + p.tokens[s] - 1) / p.block_tokens; ++i) {
-            const Owner o = written[size_t(blocks[i])];
-            if (o.segment >= 0 && (o.segment != s || o.index != i))
-                return at(s) + "block " + std::to_string(blocks[i]) + " is written by segment " + std::to_string(o.segment) +
-                       " in this same pass";
-        }
+        for (int64_t i = 0; i <= (p.start[s] + p.tokens[s] - 1) / p.block_tokens; ++i)
+            if (!m.claims.read(blocks[i], s, i))
+                return at(s) + "block " + std::to_string(blocks[i]) + " is written elsewhere in the same pass";
     return "";
 }
 

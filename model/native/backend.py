@@ -6,25 +6,39 @@ import ctypes
 import threading
 from array import array
 from collections.abc import Sequence
+from functools import cache
 from typing import TYPE_CHECKING
 
 import torch
 
 from model.batch import PoolLayout, Segment
 from model.errors import BackendUnavailable
-from model.native.ffi import LOGITS_MODES, Clock, Op, Pass, library
+from model.native import selfcheck
+from model.native.build import build
+from model.native.ffi import LOGITS_MODES, Clock, Op, Pass, load
 from model.native.loader import Loader, network_shape
 from moonrelay.errors import InvariantError
 
 if TYPE_CHECKING:
-    from model.checkpoint import Weights
     from model.config import ModelConfig
+    from model.native.loader import WeightSource
 
 WRONG_PASS = 2  # mr_forward: refused before anything was touched
 
 
 class BatchError(InvariantError):
     """A batch that would read or write outside the pools, or twice. It was refused; rows and state are unchanged."""
+
+
+@cache
+def library() -> ctypes.CDLL:
+    """Build if needed, load and check, once per process. Raises BackendUnavailable."""
+    lib = load(build())
+    found = selfcheck.digest(NativeBackend(selfcheck.CONFIG, selfcheck.PatternWeights(), lib=lib))
+    if found != selfcheck.DIGEST:
+        isa = lib.mr_isa().decode()
+        raise BackendUnavailable(f"the {isa} library computes {found} where {selfcheck.DIGEST} is right")
+    return lib
 
 
 class NativeBackend:
@@ -37,12 +51,14 @@ class NativeBackend:
 
     name = "native"
 
-    def __init__(self, config: ModelConfig, weights: Weights, threads: int = 1) -> None:
+    def __init__(
+        self, config: ModelConfig, weights: WeightSource, threads: int = 1, *, lib: ctypes.CDLL | None = None
+    ) -> None:
         self.config = config
         self._handle: int | None = None  # set first: __del__ runs even when the rest fails
-        self._lib = library()
-        if config.num_shared_experts < 1:
-            raise BackendUnavailable("the C++ backend needs at least one shared expert")
+        self._lib = lib or library()
+        if config.num_shared_experts < 1 or not config.mla_layers:
+            raise BackendUnavailable("the C++ backend needs an MLA layer and a shared expert")
         layers = range(config.num_layers)
         kinds = bytes(config.is_mla(layer) | (layer < config.dense_layers) << 1 for layer in layers)
         self._handle = self._lib.mr_create(ctypes.byref(network_shape(config)), kinds, threads)
@@ -71,18 +87,13 @@ class NativeBackend:
     def forward(self, segments: Sequence[Segment], rows: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
         """See `Backend.forward`. Raises BatchError (nothing touched) or MemoryError (rows and state undefined)."""
         layout = self._check_pools(rows, state)
-        ids, blocks = array("i"), array("i")
-        for segment in segments:
-            ids.extend(segment.ids)
-            blocks.extend(segment.blocks)
-        tokens = array("i", [len(s.ids) for s in segments])
-        num_blocks = array("i", [len(s.blocks) for s in segments])
-        start = array("q", [s.start for s in segments])
-        slot = array("i", [s.slot for s in segments])
-        logits = array("i", [LOGITS_MODES[s.logits] for s in segments])
+        try:
+            arrays = _arrays(segments)
+        except OverflowError as error:
+            raise BatchError(f"an index is no 32-bit number: {error}") from error
         out = torch.empty((sum(s.num_logits() for s in segments), self.config.vocab_size))
         work = Pass(
-            len(segments), *(a.buffer_info()[0] for a in (ids, tokens, start, slot, logits, blocks, num_blocks)),
+            len(segments), *(a.buffer_info()[0] for a in arrays),
             rows.data_ptr(), *rows.shape, state.data_ptr(), *state.shape, layout.block_tokens, out.data_ptr(),
         )  # fmt: skip
         with self._one_pass:
@@ -109,3 +120,20 @@ class NativeBackend:
         if state.shape[1] != one.slot_floats:
             raise BatchError(f"state: expected {one.slot_floats} floats a slot, found {state.shape[1]}")
         return self.layout(block_tokens)
+
+
+def _arrays(segments: Sequence[Segment]) -> tuple[array[int], ...]:
+    """ids, tokens, start, slot, logits, blocks, num_blocks: the order of `Pass`."""
+    ids, blocks = array("i"), array("i")
+    for segment in segments:
+        ids.extend(segment.ids)
+        blocks.extend(segment.blocks)
+    return (
+        ids,
+        array("i", [len(s.ids) for s in segments]),
+        array("q", [s.start for s in segments]),
+        array("i", [s.slot for s in segments]),
+        array("i", [LOGITS_MODES[s.logits] for s in segments]),
+        blocks,
+        array("i", [len(s.blocks) for s in segments]),
+    )

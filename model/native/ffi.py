@@ -5,13 +5,9 @@ from __future__ import annotations
 import ctypes
 from ctypes import POINTER, c_char_p, c_double, c_float, c_int32, c_int64, c_void_p
 from enum import IntEnum
-from functools import cache
 from pathlib import Path
 
-import numpy as np
-
 from model.errors import BackendUnavailable
-from model.native.build import build
 
 _INTS = (
     "vocab", "hidden", "num_layers", "heads", "q_lora", "kv_lora", "nope", "rope", "v_dim", "mla_gate", "kda_heads",
@@ -141,14 +137,8 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
 }
 
 
-@cache
-def library() -> ctypes.CDLL:
-    """Build if needed, load, and check once per process. Raises BackendUnavailable."""
-    return load(build())
-
-
 def load(path: Path) -> ctypes.CDLL:
-    """Bind a built library; a wrong answer to a small product (a miscompilation, a foreign CPU) refuses it."""
+    """Bind a built library. Raises BackendUnavailable if it cannot be loaded here."""
     try:
         lib = ctypes.CDLL(str(path))
         for name, (result, arguments) in _SIGNATURES.items():
@@ -156,28 +146,4 @@ def load(path: Path) -> ctypes.CDLL:
             function.restype, function.argtypes = result, arguments
     except (OSError, AttributeError) as error:
         raise BackendUnavailable(f"{path} cannot be loaded: {error}") from error
-    _self_check(lib, path)
     return lib
-
-
-def _self_check(lib: ctypes.CDLL, path: Path) -> None:
-    """Small integers in every weight kind multiply exactly, whatever the order of the sum."""
-    rng = np.random.default_rng(0)
-    a = rng.integers(-3, 4, (7, 64)).astype(np.float32)
-    codes = rng.integers(0, 16, (37, 64)).astype(np.uint8)
-    weights = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)[codes]
-    stored = {
-        Kind.F32: weights,
-        Kind.BF16: (weights.view(np.uint32) >> 16).astype(np.uint16),
-        Kind.MX: codes[:, 0::2] | codes[:, 1::2] << 4,
-    }
-    scale = np.full((37, 2), 127, np.uint8)
-    for kind, data in stored.items():
-        data = np.ascontiguousarray(data)
-        source = Source(data.ctypes.data, scale.ctypes.data, kind, 37, 64, 64, 1)
-        for m in (1, 7):
-            out = np.full((m, 37), np.nan, np.float32)
-            operands = (ctypes.byref(source), 1, Join.ROWS, a.ctypes.data, m, out.ctypes.data, 37)
-            status = lib.mr_op_gemm(*operands, Finish.STORE, None, 0, None, 1)
-            if status or not np.array_equal(out, a[:m] @ weights.T):
-                raise BackendUnavailable(f"{path} multiplies {kind.name} weights wrongly on this machine")

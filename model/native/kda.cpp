@@ -114,71 +114,111 @@ void kda_recurrence(float* state, int keys, int values, int tokens, const float*
     for (int i = 0; i < keys; ++i) store_n(state + ptrdiff_t(i) * values + c, load(narrow + i * kLanes), rest);
 }
 
-void Model::kda_head(const Layer& layer, const Batch& batch, const Segment& seg, int head, std::vector<float>& scratch) {
-    const Config& c = config;
-    const int K = c.key_dim, W = c.value_dim, wide = round16(W), taps = c.conv_kernel, past = taps - 1;
-    const int gate_at = 2 * c.keys() + c.values();
-    const int beta_at = gate_at + (c.full_rank_gate ? c.values() : c.gate_rank) + c.gate_rank;
-    scratch.resize(size_t(kTile) * (4 * K + 2 * wide + 1) + size_t(K) * kLanes + size_t(K > W ? K : W) + 64);
-    float* q = scratch.data();
-    float *k = q + kTile * K, *alpha = k + kTile * K, *v = alpha + kTile * K, *out = v + kTile * wide;
-    float *beta = out + kTile * wide, *work = beta + kTile, *zeros = work + kTile * K + K * kLanes;
-    for (int i = 0; i < (K > W ? K : W); ++i) zeros[i] = 0;
+namespace {
 
-    float* slot = batch.pool_state + seg.slot * batch.slot_floats;
-    float* state = slot + (int64_t(layer.index) * c.kda_heads + head) * K * W;
-    float* history = slot + int64_t(num_kda) * c.kda_heads * K * W + int64_t(layer.index) * past * gate_at;
-    if (seg.start == 0)
-        for (int64_t i = 0; i < int64_t(K) * W; ++i) state[i] = 0;
+// One head of one segment: where its inputs, state and history lie, and the buffers of the tile in work.
+class KdaHead {
+public:
+    KdaHead(const Config& config, const Layer& layer, const Batch& batch, const Scratch& pass, const Segment& segment,
+            int head, int num_kda, std::vector<float>& scratch)
+        : c(config), layer(layer), pass(pass), seg(segment), head(head) {
+        const int K = c.key_dim, W = c.value_dim, longest = K > W ? K : W, past = c.conv_kernel - 1;
+        wide = round16(W);
+        gate_at = 2 * c.keys() + c.values();
+        scratch.resize(size_t(kTile) * (4 * K + 2 * wide + 1) + size_t(K) * kLanes + size_t(longest));
+        q = scratch.data(), k = q + kTile * K, alpha = k + kTile * K, v = alpha + kTile * K, out = v + kTile * wide;
+        beta = out + kTile * wide, work = beta + kTile;
+        float* zeros = work + kTile * K + K * kLanes;
+        for (int i = 0; i < longest; ++i) zeros[i] = 0;
 
-    struct Stream { int channels, at, width; VectorSlot taps; float* into; int into_stride; };
-    const Stream streams[3] = {{c.keys(), head * K, K, VectorSlot::kConvQ, q, K},
-                               {c.keys(), head * K, K, VectorSlot::kConvK, k, K},
-                               {c.values(), head * W, W, VectorSlot::kConvV, v, wide}};
-    float* past_at[3];
-    Window windows[3];
-    for (int i = 0, offset = 0; i < 3; offset += streams[i++].channels) {
-        past_at[i] = history + int64_t(offset) * past + streams[i].at;
-        windows[i] = {s_.in.row(seg.row0) + offset + streams[i].at, seg.start ? past_at[i] : nullptr, zeros,
-                      s_.in.stride, streams[i].channels, past};
-    }
-    for (int t0 = 0; t0 < seg.tokens; t0 += kTile) {
-        const int n = min_int(kTile, seg.tokens - t0);
-        for (int t = 0; t < n; ++t) {
-            const int row = seg.row0 + t0 + t;
-            for (int i = 0; i < 3; ++i) {
-                const Stream& st = streams[i];
-                const float* inputs[kMaxTaps];
-                for (int j = 0; j < taps; ++j) inputs[j] = windows[i].at(t0 + t - past + j);
-                conv_silu(inputs, layer.vector(st.taps) + st.at, st.channels, taps, st.width, st.into + t * st.into_stride);
-            }
-            scale_row(q + t * K, K, 1.0f / std::sqrt(sum_squares(q + t * K, K) + c.l2_eps) / std::sqrt(float(K)));
-            scale_row(k + t * K, K, 1.0f / std::sqrt(sum_squares(k + t * K, K) + c.l2_eps));
-            decay_row(s_.decay.row(row) + head * K, layer.vector(VectorSlot::kDecayBias) + head * K,
-                      layer.vector(VectorSlot::kDecayRate)[head], c, alpha + t * K);
-            beta[t] = sigmoid1(s_.in.row(row)[beta_at + head]);
-        }
-        kda_recurrence(state, K, W, n, q, k, alpha, beta, v, out, wide, work);
-        for (int t = 0; t < n; ++t) {
-            const int row = seg.row0 + t0 + t;
-            const float* gate = (c.full_rank_gate ? s_.in.row(row) + gate_at : s_.gate.row(row)) + head * W;
-            const float* weight = layer.vector(VectorSlot::kOutNorm);
-            float *o = out + t * wide, *to = s_.mixed.row(row) + head * W;
-            const F16 scale = set16(rms_scale(o, W, c.eps));
-            each16(W, [&](int i, int lanes, int) {
-                const F16 y = mul(mul(load16_n(o + i, lanes), scale), load16_n(weight + i, lanes));
-                store16_n(to + i, mul(y, sigmoid(load16_n(gate + i, lanes))), lanes);
-            });
+        float* slot = batch.pool_state + seg.slot * batch.slot_floats;
+        state = slot + (int64_t(layer.index) * c.kda_heads + head) * K * W;
+        float* history = slot + int64_t(num_kda) * c.kda_heads * K * W + int64_t(layer.index) * past * gate_at;
+        streams[0] = {c.keys(), head * K, K, layer.vector(VectorSlot::kConvQ), q, K, nullptr, {}};
+        streams[1] = {c.keys(), head * K, K, layer.vector(VectorSlot::kConvK), k, K, nullptr, {}};
+        streams[2] = {c.values(), head * W, W, layer.vector(VectorSlot::kConvV), v, wide, nullptr, {}};
+        int offset = 0;
+        for (Stream& s : streams) {
+            s.past = history + int64_t(offset) * past + s.at;
+            const float* rows = pass.in.row(seg.row0) + offset + s.at;
+            s.window = {rows, seg.start ? s.past : nullptr, zeros, pass.in.stride, s.channels, past};
+            offset += s.channels;
         }
     }
+
+    void run() {
+        const int K = c.key_dim, W = c.value_dim;
+        if (seg.start == 0)
+            for (int64_t i = 0; i < int64_t(K) * W; ++i) state[i] = 0;
+        for (int first = 0; first < seg.tokens; first += kTile) {
+            const int n = min_int(kTile, seg.tokens - first);
+            for (int t = 0; t < n; ++t) prepare(first + t, t);
+            kda_recurrence(state, K, W, n, q, k, alpha, beta, v, out, wide, work);
+            for (int t = 0; t < n; ++t) finish(seg.row0 + first + t, out + t * wide);
+        }
+        keep_history();
+    }
+
+private:
+    struct Stream {  // one of q, k, v
+        int channels, at, width;
+        const float* taps;
+        float* into;
+        int into_stride;
+        float* past;
+        Window window;
+    };
+
+    // Token t of the segment into place `i` of the tile: convolutions, norms, decay and beta.
+    void prepare(int t, int i) {
+        const int K = c.key_dim;
+        const float* in = pass.in.row(seg.row0 + t);
+        for (const Stream& s : streams) {
+            const float* inputs[kMaxTaps];
+            for (int j = 0; j < c.conv_kernel; ++j) inputs[j] = s.window.at(t - c.conv_kernel + 1 + j);
+            conv_silu(inputs, s.taps + s.at, s.channels, c.conv_kernel, s.width, s.into + i * s.into_stride);
+        }
+        float *q_row = q + i * K, *k_row = k + i * K;
+        scale_row(q_row, K, 1.0f / std::sqrt(sum_squares(q_row, K) + c.l2_eps) / std::sqrt(float(K)));
+        scale_row(k_row, K, 1.0f / std::sqrt(sum_squares(k_row, K) + c.l2_eps));
+        decay_row(pass.decay.row(seg.row0 + t) + head * K, layer.vector(VectorSlot::kDecayBias) + head * K,
+                  layer.vector(VectorSlot::kDecayRate)[head], c, alpha + i * K);
+        const int beta_at = gate_at + (c.full_rank_gate ? c.values() : c.gate_rank) + c.gate_rank;
+        beta[i] = sigmoid1(in[beta_at + head]);
+    }
+
+    // The output norm and gate.
+    void finish(int row, const float* o) {
+        const int W = c.value_dim;
+        const float* gate = (c.full_rank_gate ? pass.in.row(row) + gate_at : pass.gate.row(row)) + head * W;
+        const float* weight = layer.vector(VectorSlot::kOutNorm);
+        float* to = pass.mixed.row(row) + head * W;
+        const F16 scale = set16(rms_scale(o, W, c.eps));
+        each16(W, [&](int i, int lanes, int) {
+            const F16 y = mul(mul(load16_n(o + i, lanes), scale), load16_n(weight + i, lanes));
+            store16_n(to + i, mul(y, sigmoid(load16_n(gate + i, lanes))), lanes);
+        });
+    }
+
     // Ascending order: a history row that only moves up is read before it is overwritten.
-    for (int i = 0; i < 3; ++i)
-        for (int j = 0; j < past; ++j) {
-            const float* from = windows[i].at(seg.tokens - past + j);
-            float* to = past_at[i] + j * streams[i].channels;
-            for (int x = 0; x < streams[i].width; ++x) to[x] = from[x];
-        }
-}
+    void keep_history() {
+        const int past = c.conv_kernel - 1;
+        for (const Stream& s : streams)
+            for (int j = 0; j < past; ++j)
+                std::memmove(s.past + j * s.channels, s.window.at(seg.tokens - past + j), size_t(s.width) * 4);
+    }
+
+    const Config& c;
+    const Layer& layer;
+    const Scratch& pass;
+    const Segment& seg;
+    const int head;
+    int wide, gate_at;
+    float *q, *k, *alpha, *v, *out, *beta, *work, *state;
+    Stream streams[3];
+};
+
+}  // namespace
 
 void Model::kda(const Layer& layer, const Batch& batch) {
     const Config& c = config;
@@ -197,8 +237,8 @@ void Model::kda(const Layer& layer, const Batch& batch) {
     });
     timed(Op::kKda, [&] {
         pool.run(int(batch.segments.size()) * c.kda_heads, [&](int task, int thread) {
-            kda_head(layer, batch, batch.segments[size_t(task / c.kda_heads)], task % c.kda_heads,
-                     thread_scratch_[size_t(thread)]);
+            const Segment& segment = batch.segments[size_t(task / c.kda_heads)];
+            KdaHead(c, layer, batch, s_, segment, task % c.kda_heads, num_kda, thread_scratch_[size_t(thread)]).run();
         });
     });
 }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
@@ -11,7 +11,7 @@ from model.errors import ModelError
 from model.native.ffi import Join, Kind, MatrixSlot, NetworkShape, Source, VectorSlot
 
 if TYPE_CHECKING:
-    from model.checkpoint import PackedTensor, Weights
+    from model.checkpoint import PackedTensor
     from model.config import ModelConfig
 
 KINDS = {torch.float32: Kind.F32, torch.bfloat16: Kind.BF16}
@@ -36,10 +36,17 @@ def network_shape(config: ModelConfig) -> NetworkShape:
     )  # fmt: skip
 
 
+class WeightSource(Protocol):
+    """What is needed of `model.checkpoint.Weights`."""
+
+    def __getitem__(self, name: str) -> torch.Tensor: ...
+    def expert(self, layer: int, index: int, matrix: str) -> torch.Tensor | PackedTensor: ...
+
+
 class Loader:
     """Packs every weight of one checkpoint into one C++ model. Tensors are read once and not kept."""
 
-    def __init__(self, lib: ctypes.CDLL, handle: int, config: ModelConfig, weights: Weights) -> None:
+    def __init__(self, lib: ctypes.CDLL, handle: int, config: ModelConfig, weights: WeightSource) -> None:
         self.lib, self.handle, self.config, self.weights = lib, handle, config, weights
 
     def load(self) -> torch.Tensor:

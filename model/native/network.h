@@ -123,6 +123,42 @@ enum class Clock : int { kOff, kWall, kCpu };  // mirrored by ffi.py
 
 double now(Clock clock);
 
+// Who uses which slot and writes which block in the pass at hand. Marks carry the pass's number, so that nothing is
+// cleared between passes.
+class Claims {
+public:
+    void begin(int64_t slots, int64_t blocks) {
+        ++pass_;
+        if (int64_t(slots_.size()) < slots) slots_.resize(size_t(slots));
+        if (int64_t(blocks_.size()) < blocks) blocks_.resize(size_t(blocks));
+    }
+    bool slot(int32_t s) {
+        const bool fresh = slots_[size_t(s)] != pass_;
+        slots_[size_t(s)] = pass_;
+        return fresh;
+    }
+    bool write(int32_t block, int segment, int64_t index) {
+        Writer& w = blocks_[size_t(block)];
+        const bool fresh = w.pass != pass_;
+        w = {pass_, index, segment};
+        return fresh;
+    }
+    bool read(int32_t block, int segment, int64_t index) const {
+        const Writer& w = blocks_[size_t(block)];
+        return w.pass != pass_ || (w.segment == segment && w.index == index);
+    }
+
+private:
+    struct Writer {
+        uint64_t pass = 0;
+        int64_t index = 0;
+        int segment = 0;
+    };
+    uint64_t pass_ = 0;
+    std::vector<uint64_t> slots_;
+    std::vector<Writer> blocks_;
+};
+
 class Model {
 public:
     Model(const Config& config, const uint8_t* layer_kinds, int threads);
@@ -139,6 +175,7 @@ public:
     Layer globals;
     const void* embedding = nullptr;
     Kind embedding_kind = Kind::kF32;
+    Claims claims;
     Clock profiling = Clock::kOff;
     double seconds[int(Op::kCount)] = {};
 
@@ -150,7 +187,6 @@ private:
     void mix_norm_row(int row, int blocks, const float* mix, const float* norm);
     void mix_norm(int rows, int blocks, const float* mix, const float* norm);
     void kda(const Layer& layer, const Batch& batch);
-    void kda_head(const Layer& layer, const Batch& batch, const Segment& s, int head, std::vector<float>& scratch);
     void mla_store(const Layer& layer, const Batch& batch);
     void mla(const Layer& layer, const Batch& batch);
     void mla_queries(const Layer& layer, int rows);

@@ -1,5 +1,7 @@
 #include "pool.h"
 
+#include <signal.h>
+
 #include <chrono>
 
 #if defined(__x86_64__)
@@ -36,7 +38,12 @@ bool spin(const Ready& ready) {
 }  // namespace
 
 Pool::Pool(int threads) : threads_(threads < 1 ? 1 : threads) {
+    // Signals are for the program's own threads: a worker that took one would leave its handler waiting.
+    sigset_t all, before;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before);
     for (int i = 1; i < threads_; ++i) workers_.emplace_back([this, i] { worker(i); });
+    pthread_sigmask(SIG_SETMASK, &before, nullptr);
 }
 
 Pool::~Pool() {

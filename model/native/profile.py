@@ -16,8 +16,9 @@ import torch
 from model.batch import Segment
 from model.checkpoint import PackedTensor, load_weights
 from model.config import ModelConfig, load_config
-from model.native.backend import NativeBackend
-from model.native.ffi import Clock, library
+from model.native.backend import NativeBackend, library
+from model.native.ffi import Clock
+from model.native.loader import WeightSource
 from model.tensors import expected_tensors, expert_name
 
 BLOCK_TOKENS = 64
@@ -124,12 +125,12 @@ def main() -> None:
     print(f"one thread's ceiling: {gflops.value:.0f} GFLOP/s fp32, {gbytes.value:.1f} GB/s read")
     if options.model in SHAPES:
         config = ModelConfig(**COMMON, **SHAPES[options.model])  # type: ignore[arg-type]
-        weights = RandomWeights(config)
+        weights: WeightSource = RandomWeights(config)
     else:
         config = load_config(Path(options.model))
-        weights = load_weights(Path(options.model), config)  # type: ignore[assignment]
+        weights = load_weights(Path(options.model), config)
     begin = time.perf_counter()
-    backend = NativeBackend(config, weights, options.threads)  # type: ignore[arg-type]
+    backend = NativeBackend(config, weights, options.threads)
     print(f"loaded in {time.perf_counter() - begin:.2f} s: {backend.weight_bytes / 1e6:.0f} MB packed, {backend.isa}")
     clock = Clock.CPU if options.threads == 1 else Clock.WALL
     for batch in options.decode:
