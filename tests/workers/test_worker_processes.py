@@ -123,6 +123,24 @@ class Stubs:
             await channel.close()
 
 
+async def said_of(url: str, prefill: Role) -> None:
+    """Membership shows the worker as it is, its load within a heartbeat or two."""
+    async with connect(url) as redis:
+        membership = Membership(redis, "local")
+        watching = asyncio.create_task(membership.run())
+
+        def idle(now: Membership) -> bool:
+            found = now.members("prefill")
+            return bool(found) and found[0].load.free_blocks == found[0].load.num_blocks == 4096
+
+        assert await membership.wait_for(idle, time.monotonic() + 30)
+        [member] = membership.members("prefill")
+        assert member.grpc_address == prefill.ready["grpc"] and member.state == "ready"
+        assert member.fingerprint is not None and member.fingerprint.numerics_version == "torch/invariant"
+        watching.cancel()
+        await asyncio.wait([watching])
+
+
 def test_the_life_of_two_workers(workers):
     """Ready, serving, one killed and back, both told to stop: in one test, for starting a process costs seconds."""
     launched = {role: workers.launch(role) for role in ("prefill", "decode")}
@@ -135,14 +153,7 @@ def test_the_life_of_two_workers(workers):
         tokens = [adopt.manifest.next_token, *await tokens_of(stubs.decode.Adopt(adopt))]
         assert tokens == await tokens_of(stubs.decode.Generate(prefill_request(PROMPT)))
 
-        redis = connect(workers.valkey.url)
-        membership = Membership(redis, "local")
-        await membership._refresh()
-        [member] = membership.members("prefill")
-        assert member.grpc_address == prefill.ready["grpc"] and member.state == "ready"
-        assert member.fingerprint is not None and member.load.num_blocks == member.load.free_blocks == 4096
-        await redis.aclose()
-
+        await said_of(workers.valkey.url, prefill)
         adopt = await stubs.handed_over(PROMPT)
         prefill.process.send_signal(signal.SIGKILL)
         prefill.process.wait()
