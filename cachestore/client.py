@@ -19,7 +19,6 @@ import grpc
 from cachestore.index import Kind
 from cachestore.transports import Landing, Read, ReadReport, Slice, TransportSet
 from moonrelay.errors import ServeError, StaleEpoch, TransferError, Unavailable
-from moonrelay.ids import Role
 from moonrelay.membership import Member
 from moonrelay.stubs.v1 import cache_pb2, cache_pb2_grpc
 from moonrelay.stubs.v1.common_pb2 import Peer, Span
@@ -44,8 +43,6 @@ FetchMiss = Literal["stale_index", "tier_error", "fingerprint"]
 
 class Nodes(Protocol):
     """Live cache nodes: `Membership`, or a test's list."""
-
-    def members(self, role: Role) -> tuple[Member, ...]: ...
 
     def find(self, instance_id: str, epoch: int) -> Member | None: ...
 
@@ -105,6 +102,7 @@ class CacheClient:
         self._transports = transports
         self._nodes = nodes
         self._channels: dict[str, grpc.aio.Channel] = {}
+        self._releases: set[grpc.aio.Call] = set()
 
     async def fetch(
         self, hit: CacheHit, root: bytes, hashes: Sequence[bytes], rows_into: Sequence[Slice], state_into: Slice,
@@ -130,11 +128,6 @@ class CacheClient:
             verify_seconds=sum(r.verify_seconds for r in reports),
         )
 
-    def choose_node(self, root: bytes) -> Member | None:
-        """Where to publish: the ready node with the most free memory; by id where several are equal."""
-        ready = [m for m in self._nodes.members("cachestore") if m.state == "ready"]
-        return max(ready, key=lambda m: (m.load.free_bytes, m.instance_id), default=None)
-
     async def publish(self, node: Member, root: bytes, offers: Sequence[Offer], deadline_s: float) -> PublishReport:
         """Have a node pull the offered entries; returns once they can be found. Parents come before children.
 
@@ -159,7 +152,7 @@ class CacheClient:
 
     async def close(self) -> None:
         for channel in self._channels.values():
-            await channel.close()
+            await channel.close(grace=RELEASE_TIMEOUT_S)
         self._channels.clear()
 
     def _parts(self, hit: CacheHit, hashes: Sequence[bytes], rows_into: Sequence[Slice]) -> list[_Part]:
@@ -207,7 +200,8 @@ class CacheClient:
             return reports
         finally:
             if not landing.pending:  # else the leases end by themselves: their reads may still be under way
-                await asyncio.gather(*(self._release(p.member, lease) for p, lease in held))
+                for part, lease in held:
+                    self._release(part.member, lease)
 
     async def _read(
         self, plan: Sequence[tuple[Member, list[Read]]], deadline_s: float, landing: Landing
@@ -245,10 +239,13 @@ class CacheClient:
             raise _Miss("tier_error", "the lease covers other entries than were asked for")
         return reply
 
-    async def _release(self, member: Member, lease: cache_pb2.LeaseReply) -> None:
+    def _release(self, member: Member, lease: cache_pb2.LeaseReply) -> None:
+        """Give a lease back without waiting: a request's first token does not wait for housekeeping, and a lease
+        that nobody gives back ends by itself."""
         request = cache_pb2.ReleaseRequest(lease_id=lease.lease_id, fence=lease.fence)
-        with contextlib.suppress(grpc.aio.AioRpcError):  # it ends by itself
-            await self._stub(member).Release(request, timeout=RELEASE_TIMEOUT_S)
+        call = self._stub(member).Release(request, timeout=RELEASE_TIMEOUT_S)
+        self._releases.add(call)
+        call.add_done_callback(self._releases.discard)
 
     def _stub(self, member: Member) -> Any:
         address = member.grpc_address

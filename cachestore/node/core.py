@@ -98,7 +98,7 @@ class NodeStats:
     quarantined_bytes: int
     num_blocks: int
     num_snapshots: int
-    num_landing: int
+    num_hidden: int  # landing or leaving
     num_leases: int
     evicted_blocks: int
     evicted_snapshots: int
@@ -114,6 +114,7 @@ class NodeCore:
         self._leases: dict[str, Lease] = {}
         self._quarantine: dict[int, tuple[Extent, ...]] = {}
         self._fence = 0
+        self._visible = {BLOCK: 0, SNAPSHOT: 0}
         self._evicted = {BLOCK: 0, SNAPSHOT: 0}
 
     # Publishing.
@@ -153,8 +154,8 @@ class NodeCore:
         entry = self._in_state(key, State.LANDING)
         if sum(r.length for r in regions) != entry.offer.nbytes:
             raise InvariantError(f"{key.kind}: its regions do not add up to its bytes")
-        entry.state, entry.regions = State.VISIBLE, tuple(regions)
-        self._recent[key] = None
+        entry.regions = tuple(regions)
+        self._show(entry)
 
     def abort(self, key: Key) -> None:
         """The bytes did not come, and nothing can land any more."""
@@ -201,6 +202,7 @@ class NodeCore:
                     continue
                 entry.state = State.LEAVING
                 del self._recent[key]
+                self._visible[key.kind] -= 1
                 self._count(entry.offer.parent, -1)
                 found.append(key)
                 freed += sum(e.length for e in entry.extents)
@@ -218,9 +220,8 @@ class NodeCore:
         """The index could not be told: the entries stay."""
         for key in keys:
             entry = self._in_state(key, State.LEAVING)
-            entry.state = State.VISIBLE
             self._count(entry.offer.parent, 1)
-            self._recent[key] = None
+            self._show(entry)
             self._recent.move_to_end(key, last=False)
 
     # Leases.
@@ -280,14 +281,13 @@ class NodeCore:
         return {key: self._entries[key].regions for key in self._recent}
 
     def stats(self) -> NodeStats:
-        kinds = [key.kind for key in self._recent]
         return NodeStats(
             capacity_bytes=self._pages.capacity_bytes,
             free_bytes=self._pages.free_bytes,
             quarantined_bytes=sum(e.length for extents in self._quarantine.values() for e in extents),
-            num_blocks=kinds.count(BLOCK),
-            num_snapshots=kinds.count(SNAPSHOT),
-            num_landing=sum(entry.state is State.LANDING for entry in self._entries.values()),
+            num_blocks=self._visible[BLOCK],
+            num_snapshots=self._visible[SNAPSHOT],
+            num_hidden=len(self._entries) - len(self._recent),
             num_leases=len(self._leases),
             evicted_blocks=self._evicted[BLOCK],
             evicted_snapshots=self._evicted[SNAPSHOT],
@@ -302,11 +302,18 @@ class NodeCore:
         staying = [e for e in self._entries.values() if e.state is not State.LEAVING]
         if +self._children != Counter(e.offer.parent for e in staying if e.offer.parent is not None):
             raise InvariantError("children miscounted")
+        if {kind: sum(key.kind == kind for key in self._recent) for kind in self._visible} != self._visible:
+            raise InvariantError("visible entries miscounted")
         for key, entry in self._entries.items():
             if entry.leases != leases[key] or (entry.leases and entry.state is not State.VISIBLE):
                 raise InvariantError(f"{key.kind}: {entry.leases} leases while {entry.state}")
             if (key in self._recent) != (entry.state is State.VISIBLE):
                 raise InvariantError(f"{key.kind}: {entry.state} and recency disagree")
+
+    def _show(self, entry: Stored) -> None:
+        entry.state = State.VISIBLE
+        self._recent[entry.offer.key] = None
+        self._visible[entry.offer.key.kind] += 1
 
     def _count(self, parent: Key | None, by: int) -> None:
         if parent is not None:

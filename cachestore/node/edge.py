@@ -66,7 +66,7 @@ class CacheNodeEdge(cache_pb2_grpc.CacheNodeServicer):
             self._metrics.leases_expired.inc(self._core.expire(_now_ms()))
             stats = self._core.stats()
             membership.update(load=Load(free_bytes=stats.free_bytes, capacity_bytes=stats.capacity_bytes))
-            idle = not (stats.num_landing or stats.num_leases or stats.quarantined_bytes)
+            idle = not (stats.num_hidden or stats.num_leases or stats.quarantined_bytes)
             if idle and not was_idle:
                 self._core.check()
             was_idle = idle

@@ -68,7 +68,7 @@ class _Books(Collector):
             ("quarantined_bytes", now.quarantined_bytes, "Memory that a late read of ours may still write"),
             ("blocks", now.num_blocks, "Blocks that can be leased"),
             ("snapshots", now.num_snapshots, "Snapshots that can be leased"),
-            ("landing_entries", now.num_landing, "Entries whose bytes are on their way"),
+            ("hidden_entries", now.num_hidden, "Entries that are landing or leaving"),
             ("leases", now.num_leases, "Leases in force"),
         ):
             yield GaugeMetricFamily(f"moonrelay_cache_{name}", about, value=value)

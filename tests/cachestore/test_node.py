@@ -48,7 +48,7 @@ def test_publish_match_fetch_and_publish_again(valkey: LocalValkey) -> None:
             fetched = await worker.fetch(mine, match)
             assert (fetched.tokens, fetched.transport) == (6 * 64, "memory")
             assert fetched.bytes == 6 * BLOCK_BYTES + STATE_BYTES
-            assert world.node.core.stats().num_leases == 0
+            await until(lambda: world.node.core.stats().num_leases == 0)  # given back in the background
 
             again = await worker.publish(world.member, mine, range(6), (6,))
             assert (again.stored, again.already_there) == (0, 7)
