@@ -9,7 +9,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import uvloop
@@ -58,7 +58,7 @@ def load_model(settings: RouterSettings) -> ServedModel:
 
 
 async def run(settings: RouterSettings, model: ServedModel) -> int:
-    """Serve until told to stop; returns the exit status: 0 told to stop, 1 a promise of our own was broken."""
+    """Serve until told to stop; returns the exit status: 0 told to stop, 1 we must not go on."""
     redis = connect(settings.redis_url)
     await check_policy(redis)
     membership = Membership(redis, settings.cluster)
@@ -73,7 +73,7 @@ async def run(settings: RouterSettings, model: ServedModel) -> int:
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     epoch = await membership.next_epoch()
     async with asyncio.TaskGroup() as group:
-        beating = group.create_task(membership.run())
+        beating = group.create_task(beat(membership, on_fatal))
         fleet = MemberFleet(membership, tokenizer_revision(Path(settings.model_dir)))
         index = ClusterIndex(redis, membership, settings.rpc_timeout_ms / 1e3)
         frontends = await start(settings, model, fleet, index, group, on_fatal)
@@ -90,6 +90,15 @@ async def run(settings: RouterSettings, model: ServedModel) -> int:
         beating.cancel()
     await redis.aclose()
     return 1 if broken else 0
+
+
+async def beat(membership: Membership, on_fatal: Callable[[BaseException], None]) -> None:
+    """Keep our place in the cluster; where a newer process has taken it, stop in order."""
+    try:
+        await membership.run()
+    except* ServeError as lost:
+        log.error("left the cluster", extra={"reason": str(lost.exceptions[0])})
+        on_fatal(lost)
 
 
 def member(settings: RouterSettings, frontends: Frontends, epoch: int) -> Member:

@@ -24,7 +24,7 @@ from moonrelay.prefix import Fingerprint, prefix_hashes, prefix_root
 from moonrelay.stubs.v1 import common_pb2
 from moonrelay.valkey import connect, start_local_valkey
 from router.cluster import ClusterIndex, MemberFleet, worker_of
-from router.main import load_model
+from router.main import beat, load_model
 from router.settings import RouterSettings
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -207,6 +207,20 @@ async def test_the_index_answers_and_its_loss_is_a_miss(redis_url):
         lost = await ClusterIndex(dead, watching, 1.0).match(root, hashes, 64, 300)
         assert (lost.tokens, lost.hit, lost.lost) == (0, None, (("tier_error", 300),))
         await dead.aclose()
+    await redis.aclose()
+
+
+@in_loop
+async def test_a_router_whose_place_is_taken_stops_in_order(redis_url):
+    redis = connect(redis_url)
+    mine = Membership(redis, "test")
+    me = Member(instance_id="router-0", role="router", epoch=1, grpc_address="x")
+    await mine.join(me)
+    fatal: list[BaseException] = []
+    beating = asyncio.ensure_future(beat(mine, fatal.append))
+    await Membership(redis, "test").join(Member(instance_id="router-0", role="router", epoch=2, grpc_address="y"))
+    await beating
+    assert len(fatal) == 1
     await redis.aclose()
 
 
