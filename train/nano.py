@@ -13,6 +13,9 @@ from train.network import Shape
 
 SPECIAL_SLOTS = 256
 EMBEDDING_STD = 0.7
+# lm_head starts as this share of the embedding, so that a layer which passes on what it saw earlier raises that
+# token's logit from the first step; unrelated tables must learn that token by token.
+HEAD_SHARE = 0.03
 
 
 def config(num_ranks: int) -> dict[str, Any]:
@@ -123,9 +126,10 @@ def initial(s: Shape, seed: int) -> dict[str, Tensor]:
     def matrix(*shape: int) -> Tensor:
         return (torch.rand(*shape, generator=rng) * 2 - 1) * math.sqrt(3.0 / shape[-1]) * 0.5
 
+    embedding = torch.randn(s.vocab, s.hidden, generator=rng) * EMBEDDING_STD
     out = {
-        "model.embed_tokens.weight": torch.randn(s.vocab, s.hidden, generator=rng) * EMBEDDING_STD,
-        "lm_head.weight": torch.randn(s.vocab, s.hidden, generator=rng) * 0.003,
+        "model.embed_tokens.weight": embedding,
+        "lm_head.weight": embedding * HEAD_SHARE,
         "model.norm.weight": torch.ones(s.hidden),
         "model.output_attn_res_norm.weight": torch.ones(s.hidden),
         "model.output_attn_res_proj.weight": torch.zeros(1, s.hidden),

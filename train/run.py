@@ -29,6 +29,8 @@ WARMUP_STEPS = 20
 FINAL_RATE = 0.02
 BALANCE_RATE = 0.01  # of the router bias, per step, at full rate
 BIAS = ".e_score_correction_bias"
+KINDS = ("text", "chat", "copy")
+VALIDATIONS = ("validation", "validation_chat", "validation_copy")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +46,10 @@ class Settings:
     decay: float = 0.3
     batch_rows: int = 2
     chat_share: float = 0.15
-    chat_share_decay: float = 0.25
+    chat_share_decay: float = 0.22
+    copy_share: float = 0.3  # until copy_tokens are seen, then copy_share_later
+    copy_share_later: float = 0.08
+    copy_tokens: int = 250_000
     seed: int = 0
     compiled: bool = True
     checkpoint_s: float = 300.0
@@ -69,11 +74,9 @@ class Run:
         self.tokens = 0
         self.chat_tokens = 0
         self.elapsed_s = 0.0
-        self.text_row = 0
-        self.chat_row = 0
-        self.rows = {
-            name: data.load(settings.work, name) for name in ("text", "chat", "validation", "validation_chat")
-        }
+        self.copy_tokens = 0
+        self.next_row = dict.fromkeys(KINDS, 0)
+        self.rows = {name: data.load(settings.work, name) for name in (*KINDS, *VALIDATIONS)}
         sizes = [len(self.tokenizer.decode_bytes([token])) for token in range(self.tokenizer.num_ranks)]
         self.token_bytes = np.array(sizes + [0] * (self.tokenizer.vocab_size - len(sizes)))
 
@@ -94,23 +97,26 @@ class Run:
 
     # Steps
 
-    def batch(self) -> tuple[Tensor, Tensor, int]:
-        """(ids [B, ROW], first [B, ROW], rows of chat) of the next step."""
+    def shares(self) -> dict[str, float]:
+        """How likely the next row is of each kind."""
         s = self.settings
-        cooling = 1.0 - self.progress() < s.decay
-        rng = np.random.default_rng((s.seed, self.step))
-        picked, chats = [], 0
-        for is_chat in rng.random(s.batch_rows) < (s.chat_share_decay if cooling else s.chat_share):
-            ids, first = self.rows["chat" if is_chat else "text"]
-            row = (self.chat_row if is_chat else self.text_row) % len(ids)
-            if is_chat:
-                self.chat_row += 1
-                chats += 1
-            else:
-                self.text_row += 1
-            picked.append((ids[row], first[row]))
-        both = [torch.from_numpy(np.stack(part).astype(np.int64)) for part in zip(*picked, strict=True)]
-        return both[0], both[1], chats
+        chat = s.chat_share_decay if 1.0 - self.progress() < s.decay else s.chat_share
+        copy = s.copy_share if self.copy_tokens < s.copy_tokens else s.copy_share_later
+        return {"text": 1.0 - chat - copy, "chat": chat, "copy": copy}
+
+    def batch(self) -> tuple[list[str], Tensor, Tensor, Tensor]:
+        """(kind of each row, ids, first, loss weights) of the next step; [B,ROW], weights sum to 1 at most."""
+        rng = np.random.default_rng((self.settings.seed, self.step))
+        shares = self.shares()
+        kinds = [str(kind) for kind in rng.choice(list(shares), self.settings.batch_rows, p=list(shares.values()))]
+        picked = []
+        for kind in kinds:
+            rows = self.rows[kind]
+            at = self.next_row[kind] % len(rows[0])
+            self.next_row[kind] += 1
+            picked.append([part[at] for part in rows])
+        ids, first, counts = (torch.from_numpy(np.stack(part).astype(np.int64)) for part in zip(*picked, strict=True))
+        return kinds, ids, first, counts.float() / counts[:, 1:].numel()
 
     def forward_weights(self) -> dict[str, Tensor]:
         """Parameters as the forward pass uses them: experts as leaves holding their MXFP4 values."""
@@ -122,13 +128,13 @@ class Run:
 
     def train_step(self) -> float:
         """One step; its mean loss in nats a token."""
-        ids, first, chats = self.batch()
+        kinds, ids, first, each = self.batch()
         rate = self.rate()
         weights = self.forward_weights()
         hidden, counts = self.network.hidden(weights, ids[:, :-1].contiguous(), first[:, :-1].contiguous())
         targets = ids[:, 1:].flatten()
-        each = torch.full((targets.numel(),), 1.0 / targets.numel())
-        loss, _ = cross_entropy(hidden.flatten(0, 1), weights["lm_head.weight"], targets, each)
+        head = weights["lm_head.weight"]
+        loss, _ = cross_entropy(hidden.flatten(0, 1), head, targets, each[:, 1:].flatten())
         torch.autograd.backward(loss)
         # Straight through: the gradient at the rounded expert weights is taken as the masters' own.
         grads = {}
@@ -141,8 +147,9 @@ class Run:
         self._balance(counts, rate)
         self.step += 1
         self.tokens += targets.numel()
-        self.chat_tokens += chats * targets.numel() // self.settings.batch_rows
-        return loss.item()
+        self.chat_tokens += kinds.count("chat") * targets.numel() // len(kinds)
+        self.copy_tokens += kinds.count("copy") * targets.numel() // len(kinds)
+        return loss.item() / each[:, 1:].sum().item()
 
     def _balance(self, counts: list[Tensor], rate: float) -> None:
         """Move each expert's selection bias against its load; no loss term is involved."""
@@ -154,24 +161,21 @@ class Run:
 
     @torch.no_grad()
     def validate(self, split: str) -> float:
-        """Bits per byte on the first rows of a validation split."""
-        all_ids, all_first = self.rows[split]
+        """Bits per byte on the first rows of a validation split, over the tokens that count."""
         weights, nats, size = self.forward_weights(), 0.0, 0
-        rows, step = min(len(all_ids), self.settings.validation_rows), self.settings.batch_rows
+        step = self.settings.batch_rows
+        rows = min(len(self.rows[split][0]), self.settings.validation_rows)
         for start in range(0, rows - step + 1, step):
-            ids = torch.from_numpy(all_ids[start : start + step].astype(np.int64))
-            first = torch.from_numpy(all_first[start : start + step].astype(np.int64))
+            ids, first, counts = (
+                torch.from_numpy(part[start : start + step].astype(np.int64)) for part in self.rows[split]
+            )
             with torch.enable_grad():  # the same compiled graphs as in training
                 hidden, _ = self.network.hidden(weights, ids[:, :-1].contiguous(), first[:, :-1].contiguous())
-            targets = ids[:, 1:].flatten()
-            _, losses = cross_entropy(
-                hidden.detach().flatten(0, 1),
-                weights["lm_head.weight"].detach(),
-                targets,
-                torch.zeros(targets.numel()),
-            )
-            nats += losses.sum().item()
-            size += int(self.token_bytes[targets.numpy()].sum())
+            targets, head = ids[:, 1:].flatten(), weights["lm_head.weight"].detach()
+            _, losses = cross_entropy(hidden.detach().flatten(0, 1), head, targets, torch.zeros(targets.numel()))
+            count = counts[:, 1:].flatten()
+            nats += (losses * count).sum().item()
+            size += int((self.token_bytes[targets.numpy()] * count.numpy()).sum())
         return nats / math.log(2) / max(1, size)
 
     # Checkpoints
@@ -229,10 +233,7 @@ class Run:
                 }
                 window, window_start, window_tokens = [], now, self.tokens
             if self.step % s.validate_steps == 0 or self.progress() >= 1.0:
-                record |= {
-                    "validation_bpb": round(self.validate("validation"), 4),
-                    "validation_chat_bpb": round(self.validate("validation_chat"), 4),
-                }
+                record |= {f"{split}_bpb": round(self.validate(split), 4) for split in VALIDATIONS}
             if record:
                 report(self._record(record))
             if now - saved > s.checkpoint_s:
@@ -245,13 +246,14 @@ class Run:
             "step": self.step,
             "tokens": self.tokens,
             "chat_tokens": self.chat_tokens,
+            "copy_tokens": self.copy_tokens,
             "minutes": round(self.elapsed_s / 60, 2),
             "rate": round(self.rate(), 4),
             **extra,
         }
 
 
-COUNTERS = ("step", "tokens", "chat_tokens", "elapsed_s", "text_row", "chat_row")
+COUNTERS = ("step", "tokens", "chat_tokens", "copy_tokens", "elapsed_s", "next_row")
 
 
 def append_log(folder: Path, record: dict[str, Any]) -> None:

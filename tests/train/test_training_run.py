@@ -16,15 +16,16 @@ from train import data, plot
 from train.run import LOG_FILE, Run, Settings, append_log
 
 STEPS, LENGTH = 6, 64
+PERIODS = {"text": 7, "chat": 5, "copy": 3, "validation": 7, "validation_chat": 5, "validation_copy": 3}
 
 
 @pytest.fixture
 def settings(tmp_path: Path) -> Settings:
     """Rows of a repeating pattern under the toy vocabulary, much shorter than real ones."""
     (tmp_path / "rows").mkdir()
-    for name, period in (("text", 7), ("chat", 5), ("validation", 7), ("validation_chat", 5)):
+    for name, period in PERIODS.items():
         ids = (np.arange(8 * (LENGTH + 1)) % period + 97).astype(np.uint16).reshape(8, -1)
-        np.savez(tmp_path / "rows" / f"{name}.npz", ids=ids, first=np.zeros_like(ids))
+        np.savez(tmp_path / "rows" / f"{name}.npz", ids=ids, first=np.zeros_like(ids), counts=np.ones_like(ids))
     return Settings(
         work=tmp_path,
         folder=tmp_path / "run",
