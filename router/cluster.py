@@ -15,7 +15,7 @@ from cachestore.index import CacheIndex
 from moonrelay.ids import InstanceId, PrefixHash
 from moonrelay.membership import Member, Membership
 from moonrelay.stubs.v1 import common_pb2
-from moonrelay.valkey import FAILURES
+from moonrelay.valkey import FAILURES, raise_if_cancelled
 from router.core import Worker, WorkerKey, WorkerRole
 from router.fleet import ROLES, Match, cold
 
@@ -104,9 +104,7 @@ class ClusterIndex:
         except FAILURES as error:
             log.warning("cache index out of reach", extra={"reason": type(error).__name__})
             return cold(prompt_tokens, "tier_error")
-        task = asyncio.current_task()
-        if task is not None and task.cancelling():
-            raise asyncio.CancelledError  # asyncio.wait_for, through which redis-py sends, may swallow it
+        raise_if_cancelled()  # a lost cancellation here would be a lost deadline
         return Match(
             tokens=found.tokens,
             matchable_tokens=found.matchable_tokens,
