@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from cachestore.arena import ask_for_huge_pages
 from cachestore.checksum import checksum, memory_view
 from moonrelay.errors import InvariantError
 from moonrelay.stubs.v1.common_pb2 import Pool, Span
@@ -16,12 +17,14 @@ class Pools:
     def register(self, pool_id: int, base: int, length: int) -> None:
         """Offer [base, base + length) as a pool; the caller keeps the memory alive until the process ends.
 
+        Pages of it that are not touched yet may become huge ones, which pulls need to be fast.
         Raises: InvariantError after start (peers' metadata is a snapshot), for a taken id or an empty range.
         """
         if self._frozen or pool_id in self._bases or length <= 0 or base <= 0:
             raise InvariantError(f"pool {pool_id} at {base:#x}+{length}: registered late, twice or empty")
         self._bases[pool_id] = base
         self._views[pool_id] = memory_view(base, length)
+        ask_for_huge_pages(base, length)
 
     def freeze(self) -> None:
         self._frozen = True
