@@ -119,6 +119,9 @@ def tool_declarations(value: Any, param: str) -> str | None:
             refuse(f"{where}.type", "`function`", tool["type"])
         function = as_object(tool.get("function"), f"{where}.function")
         as_name(function.get("name"), f"{where}.function.name")
+        optional_text(function, "description", f"{where}.function")
+        if function.get("parameters") is not None:
+            as_object(function["parameters"], f"{where}.function.parameters")
     return sorted_json(tools, param) if tools else None
 
 
@@ -174,8 +177,8 @@ def _arguments(value: Any, param: str) -> tuple[tuple[tuple[str, str, Any], ...]
             return (), value
         except RecursionError:
             raise RenderError(f"{param}: nested too deeply", param=param) from None
-        except ValueError as error:  # an integer of more digits than Python will read
-            raise RenderError(f"{param}: {error}", param=param) from error
+        except ValueError:  # more digits than Python will read
+            raise RenderError(f"{param}: holds an integer of too many digits", param=param) from None
     if not isinstance(value, Mapping):
         refuse(param, "a JSON object", value)
     return tuple((key, argument_text(item, param), item) for key, item in value.items()), None

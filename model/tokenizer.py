@@ -132,13 +132,14 @@ class Tokenizer:
     def is_special(self, token_id: int) -> bool:
         return self.num_ranks <= token_id < self.vocab_size
 
-    def encode(self, text: str, *, allow_special: bool = False) -> list[int]:
+    def encode(self, text: str, *, allow_special: bool = False, limit: int | None = None) -> list[int]:
         """Ids of `text`. Without `allow_special` none of them is special, whatever the text says.
 
+        Ordinary text of more than `limit` ids may be cut short, but never to `limit` ids or fewer.
         Lone surrogates, which JSON can smuggle in, become U+FFFD.
         """
         if not allow_special:
-            return self._encode_ordinary(text)
+            return self._encode_ordinary(text, limit)
         whole = self.special_ids.get(text)
         if whole is not None:
             return [whole]
@@ -170,12 +171,14 @@ class Tokenizer:
         """`decode_bytes` as text; bytes that are not UTF-8 become U+FFFD."""
         return self.decode_bytes(ids).decode("utf-8", errors="replace")
 
-    def _encode_ordinary(self, text: str) -> list[int]:
+    def _encode_ordinary(self, text: str, limit: int | None = None) -> list[int]:
         if len(text) <= RUN_CHARS_MAX:
             return self._bpe.encode_ordinary(text)
         ids: list[int] = []
         for piece in guarded_pieces(text):
             ids += self._bpe.encode_ordinary(piece)
+            if limit is not None and len(ids) > limit:
+                break
         return ids
 
 

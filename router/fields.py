@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 from array import array
 from collections.abc import Callable, Mapping, Sequence
@@ -32,7 +33,7 @@ def shown(value: object) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, int | float):
-        return str(value) if abs(value) < 1e21 else "a number too large"
+        return "a number too large" if abs(value) >= 1e21 else str(value)
     return "an array" if isinstance(value, list | tuple) else "an object"
 
 
@@ -74,12 +75,12 @@ def integer(low: int, high: int | None = None) -> Reader:
 
 
 def number(low: float, high: float, *, above_low: bool = False) -> Reader:
-    """A finite number in [low, high], or in (low, high] with `above_low`."""
+    """A finite number in [low, high], or in (low, high] with `above_low`; as fp32, which is what the wire carries."""
     expected = f"a number {'above' if above_low else 'from'} {low:g} {'up ' if above_low else ''}to {high:g}"
 
     def read(value: Any, param: str) -> float:
         fits = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-        if not fits or value < low or value > high or (above_low and value == low):
+        if not fits or value < low or value > high or (above_low and ctypes.c_float(value).value == low):
             refuse(param, expected, value)
         return float(value)
 

@@ -252,9 +252,16 @@ class CompletionFormat(Format):
         return {
             "tokens": texts,
             "token_logprobs": [_finite(token.logprob) for token in tokens],
-            "top_logprobs": [{self._text(i): _finite(logprob) for i, logprob in token.top} for token in tokens],
+            "top_logprobs": [self._top(token) for token in tokens],
             "text_offset": offsets,
         }
+
+    def _top(self, token: SampledToken) -> dict[str, float | None]:
+        """The likeliest and the sampled token, by text; where several share one text, the likeliest of them."""
+        shown: dict[str, float | None] = {}
+        for token_id, logprob in (*token.top, (token.id, token.logprob)):
+            shown.setdefault(self._text(token_id), _finite(logprob))
+        return shown
 
 
 def _delta(delta: dict[str, Any], finish_reason: str | None = None) -> dict[str, Any]:

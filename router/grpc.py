@@ -18,11 +18,12 @@ from model.output import ToolCallStart
 from moonrelay.errors import InvalidRequest, Overloaded, ServeError
 from moonrelay.status import grpc_status, http_status
 from moonrelay.stubs.v1 import api_pb2, api_pb2_grpc, common_pb2
+from router import fields
 from router.admission import Refused
 from router.core import CacheAccount
 from router.edge import MESSAGE_BYTES_MAX, miss_reason_proto, token_proto
 from router.output import Piece
-from router.schema import GenerationRequest, parse_chat, parse_completion
+from router.schema import TOP_LOGPROBS_MAX, GenerationRequest, parse_chat, parse_completion
 from router.service import Service
 from router.turn import Call
 
@@ -119,6 +120,8 @@ class GrpcFrontend(api_pb2_grpc.GenerationServicer):
         for name in ("max_tokens", "temperature", "top_p", "top_k", "seed"):
             if request.HasField(name):
                 body[name] = getattr(request, name)
+        if request.HasField("top_logprobs"):
+            fields.integer(0, TOP_LOGPROBS_MAX)(request.top_logprobs, "top_logprobs")
         match request.WhichOneof("input"):
             case "chat":
                 if request.HasField("top_logprobs"):
@@ -127,7 +130,8 @@ class GrpcFrontend(api_pb2_grpc.GenerationServicer):
             case "prompt":
                 body["prompt"] = request.prompt
             case "prompt_ids":
-                body["prompt"] = list(request.prompt_ids.ids)
+                ids, vocab_size = request.prompt_ids.ids, model.tokenizer.vocab_size
+                body["prompt"] = fields.token_ids(ids, "prompt_ids.ids", vocab_size)
             case _:
                 raise InvalidRequest("input: expected chat, prompt or prompt_ids, found none", param="input")
         if request.HasField("top_logprobs"):
@@ -143,6 +147,8 @@ def chat_body(chat: api_pb2.ChatInput) -> dict[str, Any]:
             body["tools"] = msgspec.json.decode(chat.tools_json)
         except (msgspec.DecodeError, RecursionError) as error:
             raise InvalidRequest(f"tools_json: expected a JSON array: {error}", param="tools_json") from None
+        if not isinstance(body["tools"], list):
+            fields.refuse("tools_json", "a JSON array", body["tools"])
     if chat.HasField("thinking"):
         body["chat_template_kwargs"] = {"thinking": chat.thinking}
     if chat.reasoning_effort:

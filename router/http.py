@@ -216,6 +216,8 @@ class HttpFrontend:
             raise web.HTTPUnsupportedMediaType(text=f"Content-Type: expected application/json, found {found[:80]}")
         if request.headers.get("Content-Encoding", "identity") != "identity":
             raise web.HTTPUnsupportedMediaType(text="Content-Encoding: expected an uncompressed body")
+        if (request.content_length or 0) > self._settings.body_bytes_max:
+            raise web.HTTPRequestEntityTooLarge(self._settings.body_bytes_max)
         try:
             async with asyncio.timeout(self._settings.body_timeout_ms / 1e3):
                 raw = await request.read()
@@ -245,8 +247,7 @@ class HttpFrontend:
 
     def _tokens_of(self, body: Any) -> list[int]:
         """Ids of `prompt`, or of a chat as it would be rendered."""
-        read = dict(fields.mapping(body, "the body"))
-        read.setdefault("model", self._model.name)
+        read = {"model": self._model.name, **body}
         if "messages" in read:
             return prepare(parse_chat(read, self._model.name), self._model.tokenizer).ids
         self._check_names(read, "prompt")
@@ -255,7 +256,7 @@ class HttpFrontend:
 
     async def _detokenize(self, request: web.BaseRequest, call: Call) -> web.StreamResponse:
         def text_of(body: Any) -> str:
-            read = {"model": self._model.name, **fields.mapping(body, "the body")}
+            read = {"model": self._model.name, **body}
             self._check_names(read, "tokens")
             if not isinstance(read["tokens"], list):
                 fields.refuse("tokens", "an array of token ids", read["tokens"])
@@ -291,13 +292,17 @@ class HttpFrontend:
         return json_answer({"version": __version__})
 
 
-def json_body(raw: bytes) -> Any:
+def json_body(raw: bytes) -> dict[str, Any]:
+    """The JSON object that a body is. Raises: InvalidRequest."""
     try:
-        return _decode(raw)
+        body = _decode(raw)
     except msgspec.DecodeError as error:
         raise InvalidRequest(f"the body: {error}") from None
     except RecursionError:
         raise InvalidRequest("the body: nested too deeply") from None
+    if not isinstance(body, dict):
+        raise InvalidRequest("the body: expected a JSON object")
+    return body
 
 
 def json_answer(body: Any, status: int = 200) -> web.Response:

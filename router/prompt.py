@@ -20,18 +20,39 @@ class Prompt:
     thinking: bool
 
 
-def prepare(request: GenerationRequest, tokenizer: Tokenizer) -> Prompt:
-    """Render and tokenise. Text of users never becomes special tokens.
+class _Bounded:
+    """A tokenizer for a prompt of up to `limit` ids: it raises as soon as there are more, however long the text."""
+
+    def __init__(self, tokenizer: Tokenizer, limit: int | None, param: str) -> None:
+        self._tokenizer = tokenizer
+        self._limit = limit
+        self._param = param
+        self._count = 0
+
+    def encode(self, text: str, *, allow_special: bool = False) -> list[int]:
+        left = None if self._limit is None else self._limit - self._count
+        ids = self._tokenizer.encode(text, allow_special=allow_special, limit=left)
+        self._count += len(ids)
+        if self._limit is not None and self._count > self._limit:
+            raise ContextLengthExceeded(
+                f"{self._param}: more tokens than the context of {self._limit} holds", param=self._param
+            )
+        return ids
+
+
+def prepare(request: GenerationRequest, tokenizer: Tokenizer, limit: int | None = None) -> Prompt:
+    """Render and tokenise. Text of users never becomes special tokens; text of more than `limit` ids is refused.
 
     Raises: InvalidRequest naming the field.
     """
+    bounded = _Bounded(tokenizer, limit, "prompt" if request.chat is None else "messages")
     if request.chat is not None:
         rendered = renderer.render(request.chat)
-        prompt = renderer.encode(rendered, tokenizer)
+        prompt = renderer.encode(rendered, bounded)
         hints = tuple((hint.offset, hint.kind) for hint in prompt.checkpoint_hints)
         return Prompt(ids=prompt.ids, hints=hints, thinking=rendered.thinking)
     assert request.prompt is not None
-    ids = tokenizer.encode(request.prompt) if isinstance(request.prompt, str) else request.prompt
+    ids = bounded.encode(request.prompt) if isinstance(request.prompt, str) else request.prompt
     if not ids:
         raise InvalidRequest("prompt: expected at least one token, found none", param="prompt")
     return Prompt(ids=ids, hints=((len(ids), 1),), thinking=False)

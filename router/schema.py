@@ -132,7 +132,7 @@ COMPLETION: Final[Mapping[str, Reader]] = {
 }
 
 
-def parse_chat(body: Any, served_model: str) -> GenerationRequest:
+def parse_chat(body: Mapping[str, Any], served_model: str) -> GenerationRequest:
     """Raises: InvalidRequest naming the field; UnknownModel."""
     read = _read(body, CHAT, served_model, required="messages")
     _check_tool_choice(read)
@@ -152,7 +152,7 @@ def parse_chat(body: Any, served_model: str) -> GenerationRequest:
     )
 
 
-def parse_completion(body: Any, served_model: str, vocab_size: int) -> GenerationRequest:
+def parse_completion(body: Mapping[str, Any], served_model: str, vocab_size: int) -> GenerationRequest:
     """Raises: InvalidRequest naming the field; UnknownModel."""
     read = _read(body, COMPLETION, served_model, required="prompt")
     return GenerationRequest(
@@ -176,10 +176,10 @@ def read_prompt(value: Any, param: str, vocab_size: int) -> str | list[int]:
     return fields.token_ids(value, param, vocab_size)
 
 
-def _read(body: Any, table: Mapping[str, Reader], served_model: str, *, required: str) -> dict[str, Any]:
+def _read(
+    body: Mapping[str, Any], table: Mapping[str, Reader], served_model: str, *, required: str
+) -> dict[str, Any]:
     """The fields that are given, read by their readers. null counts as not given, as it does at OpenAI."""
-    if not isinstance(body, Mapping):
-        raise InvalidRequest("the body: expected a JSON object", param=None)
     read = {}
     for key, value in body.items():
         reader = table.get(key)

@@ -247,6 +247,8 @@ async def test_logprobs_name_every_token():
         texts = [TOKENIZER.decode((i,)) for i in c.model.reply]
         assert logprobs["tokens"] == texts and len(logprobs["token_logprobs"]) == len(texts)
         assert logprobs["text_offset"] == [sum(map(len, texts[:n])) for n in range(len(texts))]
+        _, answer = await c.post("/v1/completions", completion_request(logprobs=0))
+        assert answer["choices"][0]["logprobs"]["top_logprobs"] == [{text: -0.5} for text in texts]
         events = await c.stream("/v1/completions", completion_request(logprobs=1))
         offsets = [o for e in events[:-2] for o in e["choices"][0]["logprobs"]["text_offset"]]
         assert offsets == logprobs["text_offset"]

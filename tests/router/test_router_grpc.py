@@ -101,11 +101,19 @@ BAD = [
     (api_pb2.GenerateRequest(model="other", prompt="x"), "NOT_FOUND", "model"),
     (api_pb2.GenerateRequest(prompt="x"), "INVALID_ARGUMENT", "model"),
     (api_pb2.GenerateRequest(model="toy", prompt="x", temperature=3), "INVALID_ARGUMENT", "temperature"),
+    (api_pb2.GenerateRequest(model="toy", prompt="x", temperature=float("nan")), "INVALID_ARGUMENT", "temperature"),
+    (api_pb2.GenerateRequest(model="toy", prompt="x", top_logprobs=21), "INVALID_ARGUMENT", "top_logprobs"),
+    (
+        api_pb2.GenerateRequest(model="toy", prompt_ids=api_pb2.TokenIds(ids=[5, 2**32 - 1])),
+        "INVALID_ARGUMENT",
+        "prompt_ids.ids[1]",
+    ),
     (api_pb2.GenerateRequest(model="toy", prompt="x", max_tokens=0), "INVALID_ARGUMENT", "max_tokens"),
     (api_pb2.GenerateRequest(model="toy", prompt="x", stop=[""]), "INVALID_ARGUMENT", "stop[0]"),
     (api_pb2.GenerateRequest(model="toy", prompt="x" * 9_000), "INVALID_ARGUMENT", "prompt"),
     (api_pb2.GenerateRequest(model="toy", prompt="x", tenant="a b"), "INVALID_ARGUMENT", "tenant"),
     (chat(tools="["), "INVALID_ARGUMENT", "tools_json"),
+    (chat(tools="{}"), "INVALID_ARGUMENT", "tools_json"),
     (api_pb2.GenerateRequest(model="toy", chat=api_pb2.ChatInput()), "INVALID_ARGUMENT", "messages"),
 ]
 

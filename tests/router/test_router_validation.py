@@ -23,6 +23,7 @@ BAD_SHARED = [
     ("temperature", True, "temperature"),
     ("top_p", 0, "top_p"),
     ("top_p", 1.01, "top_p"),
+    ("top_p", 1e-300, "top_p"),  # zero, as the wire carries it
     ("top_k", -2, "top_k"),
     ("top_k", 1.5, "top_k"),
     ("top_k", 1 << 40, "top_k"),
@@ -86,6 +87,9 @@ BAD_CHAT = [
     ("tools", [{"type": "web"}], "tools[0].type"),
     ("tools", [{"type": "function", "function": {}}], "tools[0].function.name"),
     ("tools", [{"type": "function", "function": {"name": "f", "strict": True}}], "tools[0].function.strict"),
+    ("tools", [{"type": "function", "function": {"name": "f", "parameters": "{}"}}], "tools[0].function.parameters"),
+    ("tools", [{"type": "function", "function": {"name": "f", "parameters": []}}], "tools[0].function.parameters"),
+    ("tools", [{"type": "function", "function": {"name": "f", "description": 5}}], "tools[0].function.description"),
     ("tool_choice", "required", "tool_choice"),
     ("tool_choice", {"type": "function", "function": {"name": "f"}}, "tool_choice"),
     ("tool_choice", "any", "tool_choice"),
@@ -336,6 +340,29 @@ async def test_what_is_no_http_gets_the_same_form(raw):
         assert await reader.read() == b""
         writer.close()
         assert (await c.get("/health"))[0] == 200
+
+
+@in_loop
+async def test_a_body_declared_too_long_is_refused_before_it_comes():
+    async with cluster() as c:
+        host, port = c.url.removeprefix("http://").split(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(
+            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+            b"Content-Length: 99999999999\r\n\r\n{"
+        )
+        head, body = await raw_answer(reader)
+        assert b" 413 " in head and body["error"]["code"] == "request_too_large"
+        writer.close()
+
+
+@in_loop
+async def test_a_body_that_is_no_object_names_no_field():
+    async with cluster() as c:
+        for path in ("/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"):
+            status, answer = await c.post(path, [1])
+            assert (status, answer["error"]["param"]) == (400, None)
+            assert "expected a JSON object" in answer["error"]["message"]
 
 
 @in_loop
