@@ -202,12 +202,12 @@ class Service:
 
     async def _prepare(self, request: GenerationRequest, call: Call) -> Prompt:
         """Render and tokenise, in a thread where that would hold up other streams."""
-        began = time.perf_counter()
+        began, limit = time.perf_counter(), self.context_len
         self.metrics.stage["queue"].observe(began - call.arrived_s)
         if call.size > OFF_LOOP_BYTES:
-            prompt = await self.in_thread(lambda: prepare(request, self.model.tokenizer))
+            prompt = await self.in_thread(lambda: prepare(request, self.model.tokenizer, limit))
         else:
-            prompt = prepare(request, self.model.tokenizer)
+            prompt = prepare(request, self.model.tokenizer, limit)
         self.metrics.stage["prepare"].observe(time.perf_counter() - began)
         return prompt
 
