@@ -142,7 +142,8 @@ class Service:
         """The drain deadline has passed: end what is still in flight, each with its terminal reply."""
         now_s = asyncio.get_running_loop().time()
         for clock in self._clocks:
-            clock.reschedule(now_s)
+            if not clock.expired():
+                clock.reschedule(now_s)
 
     async def wait_idle(self, timeout_s: float) -> None:
         """Return when nothing is in flight, or after the timeout."""
