@@ -290,6 +290,3 @@ async def _wait(event: asyncio.Event, at_most_s: float) -> None:
     except TimeoutError:
         pass
     event.clear()
-    task = asyncio.current_task()
-    if task is not None and task.cancelling():
-        raise asyncio.CancelledError  # asyncio.wait_for, through which redis-py sends, may swallow it on Python 3.11
