@@ -27,6 +27,7 @@ from moonrelay.stubs.v1.worker_pb2 import CacheHit
 logger = logging.getLogger(__name__)
 
 LEASE_MARGIN_MS = 500  # beyond the fetch's own deadline
+LEASE_TTL_MS_MAX = 60_000  # nodes grant no longer ones
 ABORT_WAIT_S = 0.05
 RELEASE_TIMEOUT_S = 0.5
 MESSAGE_BYTES_MAX = 64 << 20  # a million ids and every span of their blocks
@@ -96,12 +97,13 @@ class _Miss(Exception):  # an outcome, not an error; never leaves this module
 
 
 class CacheClient:
-    """Loop thread only. One channel per node address, kept until `close` or until the node is gone."""
+    """Loop thread only. One channel per node, replaced when the node comes back at another address."""
 
     def __init__(self, transports: TransportSet, nodes: Nodes) -> None:
         self._transports = transports
         self._nodes = nodes
-        self._channels: dict[str, grpc.aio.Channel] = {}
+        self._channels: dict[str, tuple[str, grpc.aio.Channel]] = {}
+        self._replaced: list[grpc.aio.Channel] = []
         self._releases: set[grpc.aio.Call] = set()
 
     async def fetch(
@@ -140,6 +142,7 @@ class CacheClient:
             )
             for o in offers
         ]
+        await self._close_replaced()
         request = cache_pb2.PublishRequest(root=root, source=self._transports.peer(), entries=entries)
         try:
             reply = await self._stub(node).Publish(request, timeout=_left_s(deadline_s))
@@ -151,9 +154,13 @@ class CacheClient:
         )  # fmt: skip
 
     async def close(self) -> None:
-        for channel in self._channels.values():
-            await channel.close(grace=RELEASE_TIMEOUT_S)
+        self._replaced += [channel for _, channel in self._channels.values()]
         self._channels.clear()
+        await self._close_replaced()
+
+    async def _close_replaced(self) -> None:
+        while self._replaced:
+            await self._replaced.pop().close(grace=RELEASE_TIMEOUT_S)
 
     def _parts(self, hit: CacheHit, hashes: Sequence[bytes], rows_into: Sequence[Slice]) -> list[_Part]:
         """The hit by node. Raises: _Miss where a node is gone or the hit does not describe whole chains."""
@@ -182,7 +189,7 @@ class CacheClient:
         state_into: Slice, deadline_s: float, landing: Landing,
     ) -> list[ReadReport]:  # fmt: skip
         """Lease on every node, read, give the leases back. Raises: _Miss."""
-        ttl_ms = int(_left_s(deadline_s) * 1000) + LEASE_MARGIN_MS
+        ttl_ms = min(LEASE_TTL_MS_MAX, int(_left_s(deadline_s) * 1000) + LEASE_MARGIN_MS)
         asked_s = time.monotonic()  # leases are counted from before they were granted
         snapshot_hash = hashes[len(rows_into) - 1]
         results = await asyncio.gather(
@@ -248,10 +255,13 @@ class CacheClient:
         call.add_done_callback(self._releases.discard)
 
     def _stub(self, member: Member) -> Any:
-        address = member.grpc_address
-        if address not in self._channels:
-            self._channels[address] = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
-        return cache_pb2_grpc.CacheNodeStub(self._channels[address])
+        address, channel = self._channels.get(member.instance_id, ("", None))
+        if channel is None or address != member.grpc_address:
+            if channel is not None:
+                self._replaced.append(channel)
+            channel = grpc.aio.insecure_channel(member.grpc_address, options=CHANNEL_OPTIONS)
+            self._channels[member.instance_id] = (member.grpc_address, channel)
+        return cache_pb2_grpc.CacheNodeStub(channel)
 
 
 def _reads(part: _Part, lease: cache_pb2.LeaseReply, rows_into: Sequence[Slice], state_into: Slice) -> list[Read]:

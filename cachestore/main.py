@@ -25,6 +25,7 @@ from cachestore.node.intake import ARENA_POOL, Identity, Intake
 from cachestore.node.metrics import NodeMetrics
 from cachestore.settings import CacheSettings
 from cachestore.transports import TransportSet
+from cachestore.transports.warm import keep_warm
 from moonrelay.errors import ServeError, SettingsError
 from moonrelay.log import configure
 from moonrelay.membership import Load, Member, Membership
@@ -54,7 +55,16 @@ def main(argv: Sequence[str]) -> int:
     except ServeError as error:
         print(f"cachestore: {error}", flush=True)
         return 1
+    except ExceptionGroup as group:
+        if group.split(ServeError)[1] is not None:
+            raise  # a bug among them
+        print(f"cachestore: {_first(group)}", flush=True)
+        return 1
     return 0
+
+
+def _first(error: Exception) -> Exception:
+    return _first(error.exceptions[0]) if isinstance(error, ExceptionGroup) else error
 
 
 async def _serve(settings: CacheSettings) -> None:
@@ -110,7 +120,12 @@ class Node:
         try:
             await self.membership.join(self._member(epoch, address, transports))
             async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(self.membership.run()), group.create_task(edge.run(self.membership))]
+                work = (
+                    self.membership.run(),
+                    edge.run(self.membership),
+                    keep_warm(transports, self.membership, ("prefill", "decode", "aggregated")),
+                )
+                tasks = [group.create_task(each) for each in work]
                 await self._set_health(health_pb2.HealthCheckResponse.SERVING)
                 self._announce(epoch, address, metrics_address)
                 await stopping.wait()

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import grpc
 
+from cachestore.client import LEASE_TTL_MS_MAX
 from cachestore.node.core import BLOCK, SNAPSHOT, Key, NodeCore, Region
 from cachestore.node.intake import ARENA_POOL, ENTRIES_MAX, Identity, Intake
 from cachestore.node.metrics import NodeMetrics
@@ -21,7 +22,6 @@ from moonrelay.valkey import raise_if_cancelled
 
 logger = logging.getLogger(__name__)
 
-LEASE_TTL_MS_MAX = 60_000
 TICK_S = 0.25  # expiring leases, load for the heartbeat
 RENEW_S = 5.0  # keeping the index keys alive, and noticing that they vanished
 T = TypeVar("T")

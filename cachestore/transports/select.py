@@ -114,6 +114,10 @@ class TransportSet:
         self._first.submit(handle, peer, reads, self._note)
         return handle
 
+    def connect(self, peer: Peer, deadline_s: float) -> ReadHandle:
+        """A read of nothing: afterwards the way to the peer is open, and the report says which it is."""
+        return self.read(peer, [], deadline_s)
+
     async def close(self) -> None:
         for transport in self._transports:
             await transport.close()

@@ -53,6 +53,8 @@ def test_what_a_read_promises(transport: str) -> None:
 
     async def run() -> None:
         async with world(transport, 11) as (reader, [peer]):
+            opened = await reader.transports.connect(peer.peer, soon())
+            assert (opened.transport, opened.bytes, opened.note) == (transport, 0, None)
             await bytes_arrive(transport, reader, peer)
             await scattered_bytes_arrive(reader, peer)
             await many_at_once(reader, peer)
