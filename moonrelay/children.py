@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ctypes
 import json
 import os
@@ -32,6 +33,11 @@ def start_ticks(pid: int) -> int | None:
         return None
     fields = stat.rpartition(")")[2].split()
     return None if fields[0] == "Z" else int(fields[19])
+
+
+def is_running(name: str) -> bool:
+    """Whether a run directory's name is the pid of a live process."""
+    return name.isdecimal() and start_ticks(int(name)) is not None
 
 
 @dataclass
@@ -88,9 +94,12 @@ def clean_leftovers(base: Path) -> list[str]:
         pid, ticks = records.get("supervisor", (0, 0))
         if pid and start_ticks(pid) == ticks:
             continue  # that cluster is alive
+        if not records and directory.name != str(os.getpid()) and is_running(directory.name):
+            continue  # that cluster is just starting and has not written its record yet
         for name, (child, child_ticks) in records.items():
             if name != "supervisor" and start_ticks(child) == child_ticks:
-                os.kill(child, signal.SIGKILL)
+                with contextlib.suppress(ProcessLookupError):  # another start may be cleaning up too
+                    os.kill(child, signal.SIGKILL)
                 done.append(f"killed {name} (pid {child}) left by a crashed run")
         shutil.rmtree(directory, ignore_errors=True)
         done.append(f"removed {directory}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import json
 import os
 import shutil
@@ -320,12 +321,23 @@ def free_port(host: str) -> int:
         return int(probe.getsockname()[1])
 
 
+def refuse_busy_ports(settings: UpSettings) -> None:
+    """Raise SettingsError, before anything starts, where a router's fixed port belongs to another program."""
+    for port in range(settings.port, settings.port + 2 * settings.router) if settings.port else ():
+        try:
+            socket.create_server((settings.host, port)).close()
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:  # whatever else is wrong with the address, the router says better
+                raise SettingsError(f"--port: {settings.host}:{port} is in use by another program") from None
+
+
 def say(line: str) -> None:
     print(line, flush=True)
 
 
 def main(argv: Sequence[str]) -> int:
     settings = settings_module.load(UpSettings, argv, prog="moonrelay up")
+    refuse_busy_ports(settings)
     if shutil.disk_usage(Path.home()).free < 1 << 28:
         print("moonrelay up: less than 256 MiB of disk left for logs", file=sys.stderr)
         return 1
