@@ -22,7 +22,7 @@ def _settings(tmp_path: Path, port: int) -> UpSettings:
 def test_a_busy_port_is_refused_before_anything_starts(tmp_path: Path, offset: int) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(SettingsError, match="--port: 127.0.0.1:.* is in use"):
+        with pytest.raises(SettingsError, match=r"--port: 127\.0\.0\.1:\d+ is in use"):
             refuse_busy_ports(_settings(tmp_path, port - offset))
 
 
