@@ -28,7 +28,8 @@ ZOO = Path(__file__).resolve().parent.parent / "model" / "zoo" / "k3_nano"
 POLL_S = 0.05  # only while starting: a ready file or a health answer is near
 RESTART_BACKOFF_S = (0.1, 0.5, 1.0, 2.0, 5.0)
 STABLE_S = 30.0  # a child that lived this long starts its backoff anew
-STOP_GRACE_S = 10.0
+STOP_GRACE_S = 10.0  # for everything together: routers drain, then the rest has nothing left to do
+STAGE_GRACE_S = 1.5  # but each stage gets this much, however long the one before it took
 MAX_REPLICAS = 16
 
 
@@ -287,14 +288,16 @@ class Supervisor:
 
     async def _stop_all(self) -> None:
         """Routers first, so that no new work reaches workers that are leaving; Valkey last."""
-        order = {"router": 0, "prefill": 1, "decode": 1, "aggregated": 1, "cachestore": 2, "valkey": 3}
+        order = {"router": 0, "prefill": 1, "decode": 1, "aggregated": 1, "cachestore": 1, "valkey": 2}
+        deadline = time.monotonic() + STOP_GRACE_S
         for stage in sorted(set(order.values())):
             stage_children = [s.child for s in self.services if s.child and order[s.name.rsplit("-", 1)[0]] == stage]
             for child in stage_children:
                 if child.process.returncode is None:
                     with contextlib.suppress(ProcessLookupError):
                         child.process.terminate()
-            await asyncio.gather(*(_ended(child) for child in stage_children))
+            grace = max(STAGE_GRACE_S, deadline - time.monotonic())
+            await asyncio.gather(*(_ended(child, grace) for child in stage_children))
         self.nursery.close()
 
 
@@ -302,9 +305,9 @@ class StartError(Exception):
     """A child did not come up; the message carries the end of its log."""
 
 
-async def _ended(child: Child) -> None:
+async def _ended(child: Child, grace_s: float) -> None:
     try:
-        await asyncio.wait_for(child.process.wait(), STOP_GRACE_S)
+        await asyncio.wait_for(child.process.wait(), grace_s)
     except TimeoutError:
         with contextlib.suppress(ProcessLookupError):
             child.process.kill()
@@ -341,6 +344,8 @@ def main(argv: Sequence[str]) -> int:
     if shutil.disk_usage(Path.home()).free < 1 << 28:
         print("moonrelay up: less than 256 MiB of disk left for logs", file=sys.stderr)
         return 1
+    if settings.ready_file:
+        Path(settings.ready_file).unlink(missing_ok=True)  # a killed run's: nobody shall read it as ours
     try:
         return asyncio.run(Supervisor(settings).run())
     finally:
