@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import grpc
 
 from cachestore.prompt_cache import WorkerCache
+from cachestore.transports.warm import keep_warm
 from decode.acks import Acks
 from decode.core import ReaderTable
 from decode.edge import DecodeEdge
@@ -62,6 +63,7 @@ async def assemble(worker: Worker) -> DecodeService:
     assert isinstance(settings, DecodeSettings)
     cache = await WorkerCache.open(**cache_arguments(worker))
     prompts = build_prompts(worker, cache)
+    worker.spawn(keep_warm(cache.transports, worker.membership, ("prefill", "cachestore")))
     table = ReaderTable()
     metrics = ReaderMetrics(worker.metrics, table)
     acks = Acks(worker.spawn, metrics)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import grpc
 
 from cachestore.prompt_cache import WorkerCache
+from cachestore.transports.warm import keep_warm
 from engine.worker.process import Worker, build_prompts, cache_arguments, serve
 from engine.worker.prompt import PromptRunner
 from engine.worker.settings import WorkerSettings
@@ -51,6 +52,7 @@ class PrefillService:
 async def assemble(worker: Worker) -> PrefillService:
     cache = await WorkerCache.open(**cache_arguments(worker))
     prompts = build_prompts(worker, cache)
+    worker.spawn(keep_warm(cache.transports, worker.membership, ("cachestore",)))
     table = HandoffTable(worker.settings.timing())
     edge = PrefillEdge(
         prompts,

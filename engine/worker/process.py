@@ -191,10 +191,18 @@ class Process:
                 )
                 service = await assemble(worker)
                 closing.push_async_callback(service.close)
+                await self._warm(worker)
                 await self._serve(worker, server, service)
                 for task in self._tasks:
                     task.cancel()
         say(f"{self.instance_id} stopped")
+
+    async def _warm(self, worker: Worker) -> None:
+        """After the pools were registered: only pages that are first touched then can be huge."""
+        say("warming up")
+        worker.metrics.warming = True
+        await asyncio.to_thread(worker.engine.warm)
+        worker.metrics.warming = False
 
     async def _serve(self, worker: Worker, server: Server, service: Service) -> None:
         """From assembled to drained."""
@@ -220,10 +228,6 @@ class Process:
         metrics.watch(engine.stats, lambda: memory.num_waiting, settings.block_tokens)
         metrics.on_memory_freed = lambda: loop.call_soon_threadsafe(memory.serve_waiting)
         engine.start()
-        say("warming up")
-        metrics.warming = True
-        await asyncio.to_thread(engine.warm)
-        metrics.warming = False
         return engine, memory, metrics
 
     def _member(self, worker: Worker, service: Service) -> Member:
