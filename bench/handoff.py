@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import json
-import mmap
 import os
 import statistics
 import subprocess
@@ -20,6 +19,7 @@ os.environ.setdefault("UCX_MODULES", "^efa")
 
 import numpy as np
 
+from cachestore.arena import Arena
 from cachestore.transports import Read, Slice, TransportSet
 from moonrelay.stubs.v1.common_pb2 import Peer, Span
 
@@ -29,15 +29,11 @@ ROUNDS = 24
 DEADLINE_S = 30.0
 
 
-def pool() -> tuple[mmap.mmap, int]:
-    memory = mmap.mmap(-1, POOL_BYTES)
-    return memory, ctypes.addressof(ctypes.c_char.from_buffer(memory))
-
-
 async def source() -> None:
     """The publisher: a pool of random bytes; prints its address, spans and hashing time, waits for the end."""
-    memory, base = pool()
-    np.frombuffer(memory, np.uint64)[:] = np.random.default_rng(0).integers(0, 1 << 62, POOL_BYTES // 8)
+    arena = Arena(POOL_BYTES)
+    base = arena.base
+    np.frombuffer(arena.view, np.uint64)[:] = np.random.default_rng(0).integers(0, 1 << 62, POOL_BYTES // 8)
     transports = TransportSet.open("bench-source", 1)
     transports.register(0, base, POOL_BYTES)
     await transports.start()
@@ -53,10 +49,10 @@ async def source() -> None:
 
 async def reader(made: dict[str, Any], transport: str) -> dict[str, Any]:
     """Memcpy and pulls alternate, so that a busy moment hits both."""
-    memory, base = pool()
-    other, other_base = pool()
-    np.frombuffer(memory, np.uint64)[:] = 1
-    np.frombuffer(other, np.uint64)[:] = 2
+    arena, other = Arena(POOL_BYTES), Arena(POOL_BYTES)  # the baseline's pages are as huge as the pull's
+    base, other_base = arena.base, other.base
+    np.frombuffer(arena.view, np.uint64)[:] = 1
+    np.frombuffer(other.view, np.uint64)[:] = 2
     transports = TransportSet.open("bench-reader", 1, transport=transport)  # type: ignore[arg-type]
     transports.register(0, base, POOL_BYTES)
     await transports.start()
