@@ -171,7 +171,8 @@ class Supervisor:
         else:
             args += ["--listen", f"{host}:0", "--metrics-listen", f"{host}:0"]
             if role != "cachestore":
-                args += ["--model-dir", self.settings.model, "--threads", str(self.settings.threads)]
+                args += ["--model-dir", self.settings.model, "--model-name", self.settings.model_name()]
+                args += ["--threads", str(self.settings.threads)]
         command = {"aggregated": ["decode", "--aggregated"]}.get(role, [role])
         return Service(name, python_command(*command, *args), ready)
 
