@@ -24,8 +24,12 @@ COMPILE_TIMEOUT_S = 600
 
 
 def cache_dir() -> Path:
-    """MOONRELAY_CACHE_DIR, else ~/.cache/moonrelay."""
-    return Path(os.environ.get("MOONRELAY_CACHE_DIR") or Path.home() / ".cache" / "moonrelay")
+    """MOONRELAY_CACHE_DIR, else ~/.cache/moonrelay. Raises BackendUnavailable where there is no home."""
+    named = os.environ.get("MOONRELAY_CACHE_DIR")
+    try:
+        return Path(named) if named else Path.home() / ".cache" / "moonrelay"
+    except RuntimeError as error:
+        raise BackendUnavailable(f"no place for the compiled library: {error}; set MOONRELAY_CACHE_DIR") from error
 
 
 def build(extra_flags: Sequence[str] = ()) -> Path:

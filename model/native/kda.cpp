@@ -1,6 +1,8 @@
 // KDA: short convolutions, gates and the delta rule, token by token for prompts and for decode alike. On a CPU the
 // recurrence costs a few percent of the projections, and one path makes every position, chunking and resume agree
 // bit for bit.
+#include <algorithm>
+
 #include "network.h"
 #include "rows.h"
 
@@ -236,8 +238,12 @@ void Model::kda(const Layer& layer, const Batch& batch) {
         gemm.run(jobs, c.full_rank_gate ? 1 : 2);
     });
     timed(Op::kKda, [&] {
-        pool.run(int(batch.segments.size()) * c.kda_heads, [&](int task, int thread) {
-            const Segment& segment = batch.segments[size_t(task / c.kda_heads)];
+        std::vector<const Segment*> longest_first;
+        for (const Segment& s : batch.segments) longest_first.push_back(&s);
+        std::stable_sort(longest_first.begin(), longest_first.end(),
+                         [](const Segment* x, const Segment* y) { return x->tokens > y->tokens; });
+        pool.run(int(longest_first.size()) * c.kda_heads, [&](int task, int thread) {
+            const Segment& segment = *longest_first[size_t(task / c.kda_heads)];
             KdaHead(c, layer, batch, s_, segment, task % c.kda_heads, num_kda, thread_scratch_[size_t(thread)]).run();
         });
     });

@@ -1,6 +1,7 @@
 // Gated MLA without positions, always in the absorbed form over the paged rows (normed latent | raw shared key), for
 // prompts and for decode alike. Online softmax over tiles of kTile rows at absolute positions, so that a query's
 // arithmetic depends on its own prefix alone.
+#include <algorithm>
 #include <limits>
 #include <type_traits>
 
@@ -182,23 +183,30 @@ void tile_mix(float* out, ptrdiff_t out_stride, const Softmax& s, const float* t
             mix_tail(out + r * out_stride + c, s.scores + r * kTile, s.rescale[r], tile + c, width, count, columns - c);
 }
 
-// Query blocks begin at multiples of their size in absolute position: all queries of one see the same tiles.
+// Query blocks begin at multiples of their size in absolute position: all queries of one see the same tiles. Work is
+// cut by heads where one block weighs more than a thread's fair share, and the heaviest comes first.
 std::vector<MlaWork> share_out(const std::vector<Segment>& segments, int heads, int threads) {
-    std::vector<MlaWork> work;
     int block = kTile;
     while (block > 1 && block * heads > kQueryRows) block /= 2;
-    int blocks = 0;
-    for (const Segment& s : segments) blocks += int((s.start + s.tokens - 1) / block - s.start / block) + 1;
-    const int parts = blocks >= 2 * threads ? 1 : min_int(threads, heads);
-    for (const Segment& s : segments)
-        for (int t = 0; t < s.tokens;) {
-            const int n = min_int(block - int((s.start + t) % block), s.tokens - t);
-            for (int p = 0; p < parts; ++p) {
-                const int head0 = heads * p / parts, head1 = heads * (p + 1) / parts;
-                work.push_back({&s, t, n, head0, head1 - head0});
+    const auto each_block = [&](const auto& f) {
+        for (const Segment& s : segments)
+            for (int t = 0, n; t < s.tokens; t += n) {
+                n = min_int(block - int((s.start + t) % block), s.tokens - t);
+                f(s, t, n, double(n) * double(s.start + t + n));
             }
-            t += n;
+    };
+    double total = 0;
+    each_block([&](const Segment&, int, int, double cost) { total += cost; });
+    const double share = total / (4 * threads);
+    std::vector<MlaWork> work;
+    each_block([&](const Segment& s, int t, int n, double cost) {
+        const int parts = threads == 1 ? 1 : min_int(heads, 1 + int(cost / share));
+        for (int p = 0; p < parts; ++p) {
+            const int head0 = heads * p / parts, head1 = heads * (p + 1) / parts;
+            work.push_back({&s, t, n, head0, head1 - head0, cost * (head1 - head0)});
         }
+    });
+    std::stable_sort(work.begin(), work.end(), [](const MlaWork& x, const MlaWork& y) { return x.cost > y.cost; });
     return work;
 }
 

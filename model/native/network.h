@@ -75,6 +75,7 @@ struct Segment {
 struct MlaWork {
     const Segment* segment;
     int token0, tokens, head0, heads;
+    double cost;
 };
 
 struct Batch {
