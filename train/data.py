@@ -19,7 +19,7 @@ from train import conversations, corpus
 
 SEQUENCE = 2_048
 ROW = SEQUENCE + 1
-COPY_ROWS = 400
+COPY_ROWS = 160
 COPY_DOCUMENTS = 300
 
 Rows = tuple[NDArray[np.uint16], NDArray[np.uint16]]  # ids, first visible position; both [rows, ROW]
@@ -93,7 +93,7 @@ def copy_rows(documents: Sequence[list[int]], eos: int, rows: int, seed: int) ->
         return document[at : at + length]
 
     while len(ids) < rows * ROW:
-        piece = fragment(int(2 ** rng.uniform(3, 7.5)))
+        piece = fragment(int(2 ** rng.uniform(2, 6.5)))
         shuffled_piece = rng.random() < 0.5
         if shuffled_piece:
             rng.shuffle(piece)

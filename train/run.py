@@ -47,9 +47,9 @@ class Settings:
     batch_rows: int = 2
     chat_share: float = 0.15
     chat_share_decay: float = 0.22
-    copy_share: float = 0.3  # until copy_tokens are seen, then copy_share_later
-    copy_share_later: float = 0.08
-    copy_tokens: int = 250_000
+    copy_share: float = 0.2  # until copy_tokens are seen, then copy_share_later
+    copy_share_later: float = 0.04
+    copy_tokens: int = 120_000
     seed: int = 0
     compiled: bool = True
     checkpoint_s: float = 300.0
