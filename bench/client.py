@@ -101,4 +101,6 @@ class Measure:
 
 
 def session() -> aiohttp.ClientSession:
-    return aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=TIMEOUT_S))
+    """A connection per request: the peer closes idle ones, and a reused one would then fail, or hide its set-up."""
+    connector = aiohttp.TCPConnector(force_close=True)
+    return aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=TIMEOUT_S))
