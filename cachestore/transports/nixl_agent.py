@@ -53,7 +53,12 @@ class Remote:
 
 
 class Agent:
-    """The library's agent and our registered pools. Raises: Unavailable where it cannot be made."""
+    """The library's two agents and our registered pools. Raises: Unavailable where they cannot be made.
+
+    One agent is read from, the other reads. With a single one, two processes that read each other share endpoints,
+    and those move bytes by messages that the owner has to answer (up to an idle pause each) instead of one-sidedly:
+    measured, 8 to 20 ms against 0.4 ms for 2.8 MB.
+    """
 
     def __init__(self, name: str, pools: Pools, page: ProbePage) -> None:
         try:
@@ -71,15 +76,18 @@ class Agent:
         )
         failures: tuple[type[Exception], ...] = (*self.errors, RuntimeError)
         try:
-            self._agent = api.nixl_agent(name, api.nixl_agent_config(enable_prog_thread=False, backends=["UCX"]))
+            config = api.nixl_agent_config(enable_prog_thread=False, backends=["UCX"])
+            self._owner, self._agent = api.nixl_agent(name, config), api.nixl_agent(f"{name}.reader", config)
             ranges = [(pool.base, pool.length, 0, "") for pool in pools.describe()]
-            self._agent.register_memory([*ranges, (page.base, page.length, 0, "")], "DRAM")
-            self.metadata: bytes = self._agent.get_agent_metadata()
+            for agent in (self._owner, self._agent):
+                agent.register_memory([*ranges, (page.base, page.length, 0, "")], "DRAM")
+            self.metadata: bytes = self._owner.get_agent_metadata()
         except failures as error:
             raise Unavailable(f"NIXL: {type(error).__name__} {error}") from None
 
     def progress(self) -> None:
         """Answer connecting peers. Nobody sends us notifications; what comes is dropped."""
+        self._owner.get_new_notifs()
         self._agent.get_new_notifs()
 
     def connect(self, peer: Peer) -> Remote:
@@ -162,7 +170,7 @@ class Agent:
 
     def close(self) -> None:
         self.verifying.shutdown()
-        del self._agent
+        del self._agent, self._owner
 
 
 class Transfer:
