@@ -6,11 +6,13 @@ import asyncio
 import ctypes
 import json
 import sys
+import time
 
 import numpy as np
 
 from cachestore.arena import Arena
-from cachestore.transports import TransportSet
+from cachestore.transports import Read, Slice, TransportSet
+from moonrelay.stubs.v1.common_pb2 import Peer, Span
 
 POOL = 7
 
@@ -34,6 +36,12 @@ async def main() -> None:
         if line.strip() == "alter":
             memory[0] ^= 0xFF
             print("{}", flush=True)
+        elif line.startswith("read "):  # its first bytes, into the pool's end
+            peer, span = (bytes.fromhex(word) for word in line.split()[1:])
+            wanted = Span.FromString(span)
+            into = (Slice(POOL, arena.length - wanted.length, wanted.length),)
+            report = await transports.read(Peer.FromString(peer), [Read(wanted, into)], time.monotonic() + 10)
+            print(json.dumps({"transport": report.transport}), flush=True)
     await transports.close()
 
 

@@ -119,3 +119,22 @@ def test_any_doubt_about_nixl_means_tcp_with_a_note() -> None:
         assert peer.close() == 0
 
     asyncio.run(run())
+
+
+def test_two_processes_that_read_each_other_stay_one_sided() -> None:
+    """With one agent for both directions, UCX moved these bytes by messages that the owner had to answer."""
+
+    async def run() -> None:
+        peer, reader = await asyncio.to_thread(ProcessPeer, "nixl", "peer", 3), Reader("nixl", None)  # type: ignore[arg-type]
+        await reader.transports.start()
+        span, into = peer.bytes.span(5, 100_000), (Slice(1, 0, 100_000),)
+        await reader.transports.read(peer.peer, [Read(span, into)], soon())
+        back = reader.transports.span(1, 0, 4096)
+        assert (await asyncio.to_thread(peer.read, reader.transports.peer(), back))["transport"] == "nixl"
+        peer.stop()  # it can answer nothing now
+        report = await reader.transports.read(peer.peer, [Read(span, into)], soon(5))
+        assert report.transport == "nixl" and reader.landed(0, 100_000) == peer.bytes.data[5:100_005].tobytes()
+        await reader.transports.close()
+        assert peer.close() == 0
+
+    asyncio.run(run())

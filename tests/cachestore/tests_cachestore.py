@@ -56,6 +56,13 @@ class ProcessPeer:
         self.process.stdin.flush()
         self._answer()
 
+    def read(self, peer: Peer, span: Span) -> dict:
+        """Let the process read from `peer`; its report."""
+        words = (message.SerializeToString().hex() for message in (peer, span))
+        self.process.stdin.write("read " + " ".join(words) + "\n")
+        self.process.stdin.flush()
+        return self._answer()
+
     def kill(self) -> None:
         self.process.kill()
         self.process.wait()
