@@ -142,9 +142,7 @@ def _experts(config: ModelConfig, layer: int, packed: bool) -> Iterator[tuple[st
         for matrix, rows, columns in (("w1", inner, outer), ("w3", inner, outer), ("w2", outer, inner)):
             name = expert_name(layer, index, matrix)
             if packed:
-                assert config.mxfp4_group is not None, (
-                    "the loader refuses packed experts without a group size"
-                )
+                assert config.mxfp4_group is not None, "the loader refuses packed experts without a group size"
                 yield f"{name}.weight_packed", TensorSpec((rows, columns // 2), ("U8",))
                 yield f"{name}.weight_scale", TensorSpec((rows, columns // config.mxfp4_group), ("U8",))
             else:

@@ -213,7 +213,10 @@ def tokenizer_revision(checkpoint: str | Path) -> str:
     if (folder / VOCABULARY_FILE).exists():
         ranks = read_ranks(folder / VOCABULARY_FILE)
         names = _configured_names(folder / "tokenizer_config.json", len(ranks))
-        for token in (*sorted(ranks, key=ranks.__getitem__), *(name.encode() for name in _special_names(len(ranks), names))):
+        for token in (
+            *sorted(ranks, key=ranks.__getitem__),
+            *(name.encode() for name in _special_names(len(ranks), names)),
+        ):
             digest.update(len(token).to_bytes(4, "little") + token)
     return digest.hexdigest()
 
