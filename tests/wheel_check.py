@@ -1,4 +1,4 @@
-"""`make check-wheel`: the wheel, installed into an empty environment, imports whole from elsewhere and owns its names.
+"""`make check-wheel`: the wheel, in an empty environment, imports whole from elsewhere and owns its names.
 
 Not part of the suite: it installs torch and NIXL once more. Prints one line per thing checked; exits 1 on the first
 that is not so.
