@@ -82,9 +82,10 @@ class PrefillEdge(worker_pb2_grpc.PrefillWorkerServicer):
             try:
                 token, reason = await self._compute(run, emit)
                 self._prompts.metrics.ttft.observe(time.monotonic() - arrived_s)
-                ready = worker_pb2.HandoffReady(
-                    first_token=token_to_wire(token), cache=run.usage(), transport_note=self._transport_note
-                )
+                usage = run.usage()
+                first = worker_pb2.FirstToken(token=token_to_wire(token), cache=usage)
+                await emit(worker_pb2.PrefillEvent(first_token=first))
+                ready = worker_pb2.HandoffReady(transport_note=self._transport_note)
                 if reason is None:
                     ready.manifest.CopyFrom(await self._publish(run, handoff_id, token.id))
                 else:
@@ -93,7 +94,7 @@ class PrefillEdge(worker_pb2_grpc.PrefillWorkerServicer):
                 if self.table.abandon(handoff_id):
                     self._free(handoff_id)
             self._prompts.store(run)
-        self._prompts.metrics.prompt_done(tokens, ready.cache)
+        self._prompts.metrics.prompt_done(tokens, usage)
         await emit(worker_pb2.PrefillEvent(handoff=ready))
 
     async def _compute(self, run: PromptRun, emit: Emit) -> tuple[SampledToken, FinishReason | None]:

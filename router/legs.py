@@ -79,22 +79,26 @@ class Legs:
         ready: list[worker_pb2.HandoffReady] = []
 
         async def hear(event: worker_pb2.PrefillEvent) -> bool:
-            if event.WhichOneof("event") == "handoff":
-                ready.append(event.handoff)
+            match event.WhichOneof("event"):
+                case "first_token":
+                    self._note_prefilled(turn, leg, event.first_token.cache, time.perf_counter() - began)
+                    await turn.take([event.first_token.token])
+                case "handoff":
+                    ready.append(event.handoff)
             return bool(ready)
 
         with self._ledger.held(worker, leg.computed_tokens):
             request = prefill_request(turn, leg)
             stream = await self._workers.prefill(worker, request, _left_s(turn))
-            await self._hear_all(turn, stream, hear)
-        handoff = ready[0]
-        turn.served.prefill_seconds = time.perf_counter() - began
-        self._metrics.stage["prefill"].observe(turn.served.prefill_seconds)
-        leg.manifest = handoff.manifest
-        self._settle_cache(turn, leg.lookup, handoff.cache)
-        await turn.take([handoff.first_token])
-        if handoff.HasField("finish_reason"):
-            turn.end(handoff.finish_reason)
+            await self._hear_all(turn, stream, hear, to_the_end=True)  # an ended turn has a handoff to release
+        leg.manifest = ready[0].manifest
+        if ready[0].HasField("finish_reason"):
+            turn.end(ready[0].finish_reason)
+
+    def _note_prefilled(self, turn: Turn, leg: Leg, cache: common_pb2.CacheUsage, seconds: float) -> None:
+        turn.served.prefill_seconds = seconds
+        self._metrics.stage["prefill"].observe(seconds)
+        self._settle_cache(turn, leg.lookup, cache)
 
     async def _decode(self, turn: Turn, leg: Leg, prefill: Worker, worker: Worker) -> None:
         """Let decode pull and adopt the handoff, and stream what it generates."""
@@ -146,8 +150,8 @@ class Legs:
         stream = await self._workers.generate(worker, prefill_request(turn, leg), _left_s(turn))
         await self._hear_all(turn, stream, hear)
 
-    async def _hear_all(self, turn: Turn, stream: WorkerStream, hear: Hear) -> None:
-        """Hear events until the last, or until the turn ends before it, which cancels the work.
+    async def _hear_all(self, turn: Turn, stream: WorkerStream, hear: Hear, *, to_the_end: bool = False) -> None:
+        """Hear events until the last, or (unless `to_the_end`) until the turn ends before it, which cancels the work.
 
         Raises: WorkerLost where the worker falls silent, DeadlineExceeded where the client stops reading.
         """
@@ -156,7 +160,7 @@ class Legs:
         whole = False
         try:
             async with asyncio.timeout(self._stall_s) as clock:
-                while not (whole or turn.ended):
+                while not whole and (to_the_end or not turn.ended):
                     whole = await hear(await stream.read())
                     if loop.time() - heard_s > self._stall_s / 8:  # a timer per token would cost more than the token
                         heard_s = loop.time()

@@ -189,7 +189,9 @@ class FakePrefill(worker_pb2_grpc.PrefillWorkerServicer):
             worker.noted()
             raise
         ids, reason = worker.model.next_ids(request.prompt_ids, request.sampling)
-        ready = worker_pb2.HandoffReady(first_token=worker.model.token(ids[0], request.sampling), cache=worker.cache)
+        first = worker_pb2.FirstToken(token=worker.model.token(ids[0], request.sampling), cache=worker.cache)
+        yield worker_pb2.PrefillEvent(first_token=first)
+        ready = worker_pb2.HandoffReady()
         if len(ids) == 1:
             ready.finish_reason = reason
         else:

@@ -25,7 +25,7 @@ from moonrelay.membership import Load, Member
 from moonrelay.prefix import prefix_hashes
 from moonrelay.stubs.v1 import cache_pb2_grpc, common_pb2, worker_pb2
 from moonrelay.valkey import LocalValkey, connect, start_local_valkey
-from tests.workers.world import World, prefill_request, running, tokens_of, until
+from tests.workers.world import Prefilled, World, prefill_request, running, tokens_of, until
 
 SHORT = Timing(transfer_floor_ms=400, transfer_min_bytes_per_s=1_000_000_000, lease_floor_ms=800)
 roots = (number.to_bytes(16, "big") for number in itertools.count(1))
@@ -104,7 +104,7 @@ def prompt_of(length: int, seed: int = 1) -> list[int]:
     return random.Random(seed).choices(range(1, 250), k=length)
 
 
-async def stored(world: World, prompt: list[int], root: bytes, *cuts: int) -> worker_pb2.HandoffReady:
+async def stored(world: World, prompt: list[int], root: bytes, *cuts: int) -> Prefilled:
     """Prefill cold, storing blocks and snapshots, and wait until they can be found; the handoff is let go."""
     ready = await world.prefilled(prefill_request(prompt, root=root, snapshot_at=cuts, store=True))
     await world.prefill_stub.ReleaseHandoff(
@@ -114,7 +114,7 @@ async def stored(world: World, prompt: list[int], root: bytes, *cuts: int) -> wo
     return ready
 
 
-async def continued(world: World, request: worker_pb2.PrefillRequest) -> tuple[worker_pb2.HandoffReady, list[int]]:
+async def continued(world: World, request: worker_pb2.PrefillRequest) -> tuple[Prefilled, list[int]]:
     reservation_id = await world.reserve(list(request.prompt_ids), request.sampling.max_tokens)
     ready = await world.prefilled(request)
     rest = await tokens_of(world.adopt(request, reservation_id, ready.manifest))

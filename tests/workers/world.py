@@ -61,6 +61,15 @@ class Half:
         return self.metrics.registry.get_sample_value(name, labels) or 0.0
 
 
+class Prefilled:
+    """What a prefill's events said: the first token, the cache's account, and the handoff's own fields."""
+
+    def __init__(self, first: worker_pb2.FirstToken, handoff: worker_pb2.HandoffReady) -> None:
+        self.first_token, self.cache = first.token, first.cache
+        self.manifest, self.finish_reason = handoff.manifest, handoff.finish_reason
+        self.HasField = handoff.HasField
+
+
 class World:
     """Made by `running`."""
 
@@ -174,13 +183,11 @@ class World:
         request = worker_pb2.ReserveRequest(request_id="r", prompt_tokens=len(prompt), max_tokens=max_tokens)
         return (await self.decode_stub.Reserve(request)).reservation_id
 
-    async def prefilled(self, request: worker_pb2.PrefillRequest) -> worker_pb2.HandoffReady:
-        ready = None
-        async for event in self.prefill_stub.Prefill(request):
-            if event.HasField("handoff"):
-                ready = event.handoff
-        assert ready is not None
-        return ready
+    async def prefilled(self, request: worker_pb2.PrefillRequest) -> Prefilled:
+        events = [event async for event in self.prefill_stub.Prefill(request)]
+        [first] = [event.first_token for event in events if event.HasField("first_token")]
+        assert events[-1].HasField("handoff")
+        return Prefilled(first, events[-1].handoff)
 
     async def disaggregated(self, prompt: list[int], **sampling) -> list[int]:
         """Every token of a request that travels through both workers."""

@@ -52,12 +52,22 @@ class CacheRun(_message.Message):
     def __init__(self, node_id: _Optional[str] = ..., node_epoch: _Optional[int] = ..., first_block: _Optional[int] = ..., end_block: _Optional[int] = ...) -> None: ...
 
 class PrefillEvent(_message.Message):
-    __slots__ = ("progress", "handoff")
+    __slots__ = ("progress", "handoff", "first_token")
     PROGRESS_FIELD_NUMBER: _ClassVar[int]
     HANDOFF_FIELD_NUMBER: _ClassVar[int]
+    FIRST_TOKEN_FIELD_NUMBER: _ClassVar[int]
     progress: PrefillProgress
     handoff: HandoffReady
-    def __init__(self, progress: _Optional[_Union[PrefillProgress, _Mapping]] = ..., handoff: _Optional[_Union[HandoffReady, _Mapping]] = ...) -> None: ...
+    first_token: FirstToken
+    def __init__(self, progress: _Optional[_Union[PrefillProgress, _Mapping]] = ..., handoff: _Optional[_Union[HandoffReady, _Mapping]] = ..., first_token: _Optional[_Union[FirstToken, _Mapping]] = ...) -> None: ...
+
+class FirstToken(_message.Message):
+    __slots__ = ("token", "cache")
+    TOKEN_FIELD_NUMBER: _ClassVar[int]
+    CACHE_FIELD_NUMBER: _ClassVar[int]
+    token: _common_pb2.Token
+    cache: _common_pb2.CacheUsage
+    def __init__(self, token: _Optional[_Union[_common_pb2.Token, _Mapping]] = ..., cache: _Optional[_Union[_common_pb2.CacheUsage, _Mapping]] = ...) -> None: ...
 
 class PrefillProgress(_message.Message):
     __slots__ = ("tokens_done",)
@@ -66,18 +76,14 @@ class PrefillProgress(_message.Message):
     def __init__(self, tokens_done: _Optional[int] = ...) -> None: ...
 
 class HandoffReady(_message.Message):
-    __slots__ = ("manifest", "first_token", "finish_reason", "cache", "transport_note")
+    __slots__ = ("manifest", "finish_reason", "transport_note")
     MANIFEST_FIELD_NUMBER: _ClassVar[int]
-    FIRST_TOKEN_FIELD_NUMBER: _ClassVar[int]
     FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
-    CACHE_FIELD_NUMBER: _ClassVar[int]
     TRANSPORT_NOTE_FIELD_NUMBER: _ClassVar[int]
     manifest: Manifest
-    first_token: _common_pb2.Token
     finish_reason: _common_pb2.FinishReason
-    cache: _common_pb2.CacheUsage
     transport_note: str
-    def __init__(self, manifest: _Optional[_Union[Manifest, _Mapping]] = ..., first_token: _Optional[_Union[_common_pb2.Token, _Mapping]] = ..., finish_reason: _Optional[_Union[_common_pb2.FinishReason, str]] = ..., cache: _Optional[_Union[_common_pb2.CacheUsage, _Mapping]] = ..., transport_note: _Optional[str] = ...) -> None: ...
+    def __init__(self, manifest: _Optional[_Union[Manifest, _Mapping]] = ..., finish_reason: _Optional[_Union[_common_pb2.FinishReason, str]] = ..., transport_note: _Optional[str] = ...) -> None: ...
 
 class Manifest(_message.Message):
     __slots__ = ("handoff_id", "fingerprint", "layout", "tp_size", "tokens_in_state", "next_token", "sampler_position", "rows", "state", "source", "source_address", "fence", "lease_ms")

@@ -50,7 +50,7 @@ class PrefillWorkerServicer:
     """Missing associated documentation comment in .proto file."""
 
     def Prefill(self, request, context):
-        """Computes the prompt, samples the first token, publishes the handoff. Ends after HandoffReady, or with a status.
+        """Computes the prompt, sends the first token, publishes the handoff. Ends after HandoffReady, or with a status.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
