@@ -188,7 +188,7 @@ def main() -> int:
     models = {"k3-nano": NANO, "k3-180m": checkpoint.make(peer_llama.work_folder() / "k3_180m")}
     for name in args.model or models:
         result[name] = asyncio.run(bench_model(name, models[name], args))
-    out = ROOT / "bench" / "results" / "bench.json"
+    out = ROOT / "bench" / "results" / ("bench-partial.json" if args.model else "bench.json")
     out.parent.mkdir(exist_ok=True)
     out.write_text(json.dumps(result, indent=1) + "\n")
     print("\n" + json.dumps(result))
