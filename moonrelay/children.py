@@ -25,6 +25,22 @@ def _die_with_parent() -> None:
     _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
+_LAUNCHER = (
+    "import ctypes, os, sys\n"
+    "ctypes.CDLL(None).prctl(1, 9)\n"
+    "os.getppid() == int(sys.argv[1]) or sys.exit(1)\n"
+    "os.execv(sys.argv[2], sys.argv[2:])"
+)
+
+
+def dying_with_parent(*command: str) -> list[str]:
+    """The argv that runs `command` so that the kernel kills it with the thread that starts it.
+
+    For processes with threads of their own (gRPC's above all), where Python code between fork and exec may not run.
+    """
+    return [sys.executable, "-I", "-S", "-c", _LAUNCHER, str(os.getpid()), *command]
+
+
 def start_ticks(pid: int) -> int | None:
     """The process's start time in clock ticks since boot, or None where it is gone; tells a reused pid apart."""
     try:

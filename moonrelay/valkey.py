@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import os
-import signal
 import socket
 import subprocess
 import tempfile
@@ -19,13 +17,13 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
 
+from moonrelay.children import dying_with_parent
 from moonrelay.errors import SettingsError, Unavailable
 
 CONNECT_TIMEOUT_S = 1.0
 CALL_TIMEOUT_S = 1.0
 START_TIMEOUT_S = 10.0
 UNIX_PATH_MAX = 100  # the kernel's limit on a socket's path is 107 bytes
-PR_SET_PDEATHSIG = 1
 FAILURES = (RedisError, OSError, TimeoutError)  # what a call raises when the server is away or refuses
 
 
@@ -102,17 +100,15 @@ def start_local_valkey(directory: Path) -> LocalValkey:
     if len(os.fsencode(path)) > UNIX_PATH_MAX:
         path = Path(tempfile.mkdtemp(prefix="moonrelay-")) / "valkey.sock"
     path.unlink(missing_ok=True)
-    libc = ctypes.CDLL(None)  # loaded before the fork: the child may only call it
     options = {
         "port": "0", "unixsocket": str(path), "unixsocketperm": "700", "save": "", "appendonly": "no",
         "maxmemory-policy": "noeviction", "dir": str(directory), "daemonize": "no",
     }  # fmt: skip
+    words = [word for key, value in options.items() for word in (f"--{key}", value)]
     with (directory / "valkey.log").open("ab") as log:
         process = subprocess.Popen(
-            [str(valkey_binary()), *(word for key, value in options.items() for word in (f"--{key}", value))],
-            stdin=subprocess.DEVNULL, stdout=log, stderr=log,
-            preexec_fn=lambda: libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL),
-        )  # fmt: skip
+            dying_with_parent(str(valkey_binary()), *words), stdin=subprocess.DEVNULL, stdout=log, stderr=log
+        )
     started = LocalValkey(f"unix://{path}", process)
     give_up_s = time.monotonic() + START_TIMEOUT_S
     while not _answers(path):
