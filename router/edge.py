@@ -215,6 +215,7 @@ class Workers:
         state = line.channel.get_state(try_to_connect=True)
         if state is grpc.ChannelConnectivity.READY:
             return line
+        line.calls += 1  # one that waits uses the channel: `prune` leaves it open
         try:
             async with asyncio.timeout(self._connect_timeout_s):
                 while state is not grpc.ChannelConnectivity.READY:
@@ -224,6 +225,10 @@ class Workers:
                     state = line.channel.get_state(try_to_connect=True)
         except TimeoutError:
             raise WorkerLost(f"{worker.instance_id} cannot be reached", worker, unreachable=True) from None
+        except grpc.aio.UsageError:  # closed meanwhile, with this process or by whoever shares it
+            raise WorkerLost(f"{worker.instance_id}: its channel was closed", worker, unreachable=True) from None
+        finally:
+            line.calls -= 1
         return line
 
 
