@@ -11,40 +11,15 @@ free only when no lease covers it and the longest transfer since an expired leas
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 
+from cachestore.entries import BLOCK, SNAPSHOT, Key, Offer
 from cachestore.node.allocator import Extent, PageAllocator
+from cachestore.node.leases import Lease, Leases
+from cachestore.retention import Retention
 from moonrelay.errors import InvariantError
-
-BLOCK, SNAPSHOT = "block", "snapshot"
-LEASES_MAX = 4_096
-
-
-@dataclass(frozen=True, slots=True)
-class Key:
-    """Names an entry: the root it belongs to, its kind, its prefix hash."""
-
-    root: bytes
-    kind: str
-    prefix_hash: bytes
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Offer:
-    """What a publisher would give. `parent`: the entry that this one is of no use without."""
-
-    key: Key
-    parent: Key | None
-    depth: int  # a block's index; a snapshot's tokens in blocks
-    nbytes: int
-
-    @property
-    def rank(self) -> int:
-        """Order along a chain: the block that ends at a boundary, then the snapshot there."""
-        return 2 * self.depth + 1 if self.key.kind == SNAPSHOT else 2 * (self.depth + 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,17 +43,11 @@ class Stored:
     extents: tuple[Extent, ...]
     state: State = State.LANDING
     regions: tuple[Region, ...] = ()
-    leases: int = 0
-    quiet_from_ms: int = 0  # reads under leases that expired may go on until here
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Lease:
-    id: str
-    fence: int
-    keys: tuple[Key, ...]
-    ttl_ms: int
-    expires_ms: int
+    @property
+    def nbytes(self) -> int:
+        """What it takes of the arena."""
+        return sum(e.length for e in self.extents)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,13 +76,10 @@ class NodeStats:
 class NodeCore:
     def __init__(self, capacity_bytes: int, *, longest_transfer_ms: int = 2_000) -> None:
         self._pages = PageAllocator(capacity_bytes)
-        self._longest_transfer_ms = longest_transfer_ms
         self._entries: dict[Key, Stored] = {}
-        self._recent: OrderedDict[Key, None] = OrderedDict()  # oldest first; VISIBLE entries only
-        self._children: Counter[Key] = Counter()  # entries resting on a key, itself here or not; LEAVING ones not
-        self._leases: dict[str, Lease] = {}
+        self._retention = Retention()  # LANDING and VISIBLE entries
+        self._leases = Leases(longest_transfer_ms)
         self._quarantine: dict[int, tuple[Extent, ...]] = {}
-        self._fence = 0
         self._visible = {BLOCK: 0, SNAPSHOT: 0}
         self._evicted = {BLOCK: 0, SNAPSHOT: 0}
 
@@ -139,8 +105,8 @@ class NodeCore:
             if extents is None:
                 refused.append(offer.key)
                 continue
-            self._entries[offer.key] = Stored(offer, extents)
-            self._count(offer.parent, 1)
+            stored = self._entries[offer.key] = Stored(offer, extents)
+            self._retention.add(offer, stored.nbytes)
             new.append(offer.key)
         return Admission(
             new=tuple(new), already_there=tuple(already), in_progress=tuple(landing), refused=tuple(refused)
@@ -155,7 +121,9 @@ class NodeCore:
         if sum(r.length for r in regions) != entry.offer.nbytes:
             raise InvariantError(f"{key.kind}: its regions do not add up to its bytes")
         entry.regions = tuple(regions)
-        self._show(entry)
+        entry.state = State.VISIBLE
+        self._visible[key.kind] += 1
+        self._retention.show(key)
 
     def abort(self, key: Key) -> None:
         """The bytes did not come, and nothing can land any more."""
@@ -163,50 +131,29 @@ class NodeCore:
 
     def quarantine(self, keys: Iterable[Key]) -> int:
         """The bytes did not come, but our own read may still write there; free with `release_quarantine`."""
-        self._fence += 1
-        self._quarantine[self._fence] = tuple(e for k in keys for e in self._drop(k, State.LANDING).extents)
-        return self._fence
+        number = self._leases.next_fence()
+        self._quarantine[number] = tuple(e for k in keys for e in self._drop(k, State.LANDING).extents)
+        return number
 
     def release_quarantine(self, number: int) -> None:
         self._pages.free(self._quarantine.pop(number))
 
     def touch(self, keys: Iterable[Key]) -> None:
         """Mark entries and everything they rest on as used now; the deeper, the sooner they go again."""
-        chain: dict[Key, None] = {}
-        for key in keys:
-            at: Key | None = key
-            while at is not None and at not in chain and at in self._entries:
-                chain[at] = None
-                at = self._entries[at].offer.parent
-        for key in sorted(chain, key=lambda k: self._entries[k].offer.rank, reverse=True):
-            if key in self._recent:
-                self._recent.move_to_end(key)
+        self._retention.touch(keys)
 
     # Eviction.
 
     def victims(self, nbytes: int, now_ms: int, protect: Iterable[Key] = ()) -> list[Key]:
-        """Least recently used entries that free `nbytes`, or as much as can be had; each is LEAVING from now on.
+        """What `Retention` gives up for `nbytes`, or as much as can be had; each is LEAVING from now on.
 
         Never one that a lease or a late read covers, that another entry rests on, or that `protect` rests on.
         """
-        kept = self._ancestors(protect)
-        found: list[Key] = []
-        freed, again = 0, True
-        while again and freed < nbytes:
-            again = False
-            for key in list(self._recent):
-                entry = self._entries[key]
-                if freed >= nbytes:
-                    break
-                if self._children[key] or entry.leases or entry.quiet_from_ms > now_ms or key in kept:
-                    continue
-                entry.state = State.LEAVING
-                del self._recent[key]
-                self._visible[key.kind] -= 1
-                self._count(entry.offer.parent, -1)
-                found.append(key)
-                freed += sum(e.length for e in entry.extents)
-                again = True  # its parent may be free to go now
+        self._end_quiet(now_ms)
+        found = self._retention.victims(nbytes, protect)
+        for key in found:
+            self._in_state(key, State.VISIBLE).state = State.LEAVING
+            self._visible[key.kind] -= 1
         return found
 
     def reclaim(self, keys: Iterable[Key]) -> None:
@@ -220,9 +167,9 @@ class NodeCore:
         """The index could not be told: the entries stay."""
         for key in keys:
             entry = self._in_state(key, State.LEAVING)
-            self._count(entry.offer.parent, 1)
-            self._show(entry)
-            self._recent.move_to_end(key, last=False)
+            entry.state = State.VISIBLE
+            self._visible[key.kind] += 1
+            self._retention.restore(entry.offer, entry.nbytes)
 
     # Leases.
 
@@ -232,53 +179,39 @@ class NodeCore:
             entry = self._entries.get(key)
             if entry is None or entry.state is not State.VISIBLE:
                 return key
-        if len(self._leases) >= LEASES_MAX:
-            return None
-        self._fence += 1
-        lease = Lease(
-            id=f"lease-{self._fence}", fence=self._fence, keys=tuple(keys), ttl_ms=ttl_ms, expires_ms=now_ms + ttl_ms
-        )
-        self._leases[lease.id] = lease
-        for key in keys:
-            self._entries[key].leases += 1
-        self.touch(keys)
+        lease = self._leases.grant(keys, ttl_ms, now_ms)
+        if lease is not None:
+            for key in keys:
+                self._retention.pin(key)
+            self.touch(keys)
         return lease
 
     def regions(self, key: Key) -> tuple[Region, ...]:
         """Where a visible entry's bytes are; nothing of one that is not."""
-        return self._entries[key].regions if key in self._recent else ()
+        entry = self._entries.get(key)
+        return entry.regions if entry is not None and entry.state is State.VISIBLE else ()
 
     def renew(self, lease_id: str, fence: int, now_ms: int) -> Lease | None:
         """The lease with its time begun anew; None where it has ended or the fence is another's."""
-        lease = self._leases.get(lease_id)
-        if lease is None or lease.fence != fence or lease.expires_ms <= now_ms:
-            return None
-        renewed = Lease(
-            id=lease.id, fence=fence, keys=lease.keys, ttl_ms=lease.ttl_ms, expires_ms=now_ms + lease.ttl_ms
-        )
-        self._leases[lease_id] = renewed
-        return renewed
+        return self._leases.renew(lease_id, fence, now_ms)
 
     def release(self, lease_id: str, fence: int) -> bool:
         """The reader has finished; False where there is no such lease. Idempotent."""
-        lease = self._leases.get(lease_id)
-        if lease is None or lease.fence != fence:
-            return False
-        self._end(lease, quiet_from_ms=0)
-        return True
+        lease = self._leases.release(lease_id, fence)
+        for key in lease.keys if lease is not None else ():
+            self._retention.unpin(key)
+        return lease is not None
 
     def expire(self, now_ms: int) -> int:
         """End leases whose time is over; how many. Their readers may be in the middle of a last transfer."""
-        over = [lease for lease in self._leases.values() if lease.expires_ms <= now_ms]
-        for lease in over:
-            self._end(lease, quiet_from_ms=lease.expires_ms + self._longest_transfer_ms)
-        return len(over)
+        self._end_quiet(now_ms)
+        return self._leases.expire(now_ms)
 
     # Books.
 
     def visible(self) -> dict[Key, tuple[Region, ...]]:
         """Everything that the index should name."""
-        return {key: self._entries[key].regions for key in self._recent}
+        return {key: e.regions for key, e in self._entries.items() if e.state is State.VISIBLE}
 
     def stats(self) -> NodeStats:
         return NodeStats(
@@ -287,7 +220,7 @@ class NodeCore:
             quarantined_bytes=sum(e.length for extents in self._quarantine.values() for e in extents),
             num_blocks=self._visible[BLOCK],
             num_snapshots=self._visible[SNAPSHOT],
-            num_hidden=len(self._entries) - len(self._recent),
+            num_hidden=len(self._entries) - sum(self._visible.values()),
             num_leases=len(self._leases),
             evicted_blocks=self._evicted[BLOCK],
             evicted_snapshots=self._evicted[SNAPSHOT],
@@ -298,33 +231,23 @@ class NodeCore:
         used = [e for entry in self._entries.values() for e in entry.extents]
         used += [e for extents in self._quarantine.values() for e in extents]
         self._pages.check(used)
-        leases = Counter(key for lease in self._leases.values() for key in lease.keys)
-        staying = [e for e in self._entries.values() if e.state is not State.LEAVING]
-        if +self._children != Counter(e.offer.parent for e in staying if e.offer.parent is not None):
-            raise InvariantError("children miscounted")
-        if {kind: sum(key.kind == kind for key in self._recent) for kind in self._visible} != self._visible:
+        shown = [key for key, entry in self._entries.items() if entry.state is State.VISIBLE]
+        if {kind: sum(key.kind == kind for key in shown) for kind in self._visible} != self._visible:
             raise InvariantError("visible entries miscounted")
-        for key, entry in self._entries.items():
-            if entry.leases != leases[key] or (entry.leases and entry.state is not State.VISIBLE):
-                raise InvariantError(f"{key.kind}: {entry.leases} leases while {entry.state}")
-            if (key in self._recent) != (entry.state is State.VISIBLE):
-                raise InvariantError(f"{key.kind}: {entry.state} and recency disagree")
+        self._retention.check(
+            here={k for k, e in self._entries.items() if e.state is not State.LEAVING},
+            shown=set(shown),
+            pins=self._leases.covered(),
+        )
 
-    def _show(self, entry: Stored) -> None:
-        entry.state = State.VISIBLE
-        self._recent[entry.offer.key] = None
-        self._visible[entry.offer.key.kind] += 1
-
-    def _count(self, parent: Key | None, by: int) -> None:
-        if parent is not None:
-            self._children[parent] += by
-            if not self._children[parent]:
-                del self._children[parent]
+    def _end_quiet(self, now_ms: int) -> None:
+        for key in self._leases.take_quiet(now_ms):
+            self._retention.unpin(key)
 
     def _drop(self, key: Key, state: State) -> Stored:
         entry = self._in_state(key, state)
         del self._entries[key]
-        self._count(entry.offer.parent, -1)
+        self._retention.drop(key)
         return entry
 
     def _in_state(self, key: Key, state: State) -> Stored:
@@ -332,19 +255,3 @@ class NodeCore:
         if entry is None or entry.state is not state:
             raise InvariantError(f"{key.kind}: {entry.state if entry else 'absent'}, not {state}")
         return entry
-
-    def _end(self, lease: Lease, quiet_from_ms: int) -> None:
-        del self._leases[lease.id]
-        for key in lease.keys:
-            entry = self._entries[key]
-            entry.leases -= 1
-            entry.quiet_from_ms = max(entry.quiet_from_ms, quiet_from_ms)
-
-    def _ancestors(self, keys: Iterable[Key]) -> set[Key]:
-        found: set[Key] = set()
-        for key in keys:
-            at: Key | None = key
-            while at is not None and at not in found and at in self._entries:
-                found.add(at)
-                at = self._entries[at].offer.parent
-        return found

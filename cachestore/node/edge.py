@@ -11,7 +11,8 @@ from typing import Any, TypeVar
 import grpc
 
 from cachestore.client import LEASE_TTL_MS_MAX
-from cachestore.node.core import BLOCK, SNAPSHOT, Key, NodeCore, Region
+from cachestore.entries import BLOCK, SNAPSHOT, Key
+from cachestore.node.core import NodeCore, Region
 from cachestore.node.intake import ARENA_POOL, ENTRIES_MAX, Identity, Intake
 from cachestore.node.metrics import NodeMetrics
 from moonrelay.errors import InvalidRequest, InvariantError, Overloaded, ServeError, StaleEpoch

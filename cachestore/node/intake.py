@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from cachestore.checksum import checksum
+from cachestore.entries import BLOCK, SNAPSHOT, Key, Offer
 from cachestore.index import CacheIndex, Entry, Kind
-from cachestore.node.core import BLOCK, SNAPSHOT, Admission, Key, NodeCore, Offer, Region
+from cachestore.node.core import Admission, NodeCore, Region
 from cachestore.node.metrics import NodeMetrics
 from cachestore.transports import Read, ReadHandle, Slice, TransportSet
 from moonrelay.errors import DeadlineExceeded, InvalidRequest, Overloaded, RequestTooLarge, Unavailable

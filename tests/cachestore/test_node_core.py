@@ -7,8 +7,10 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from cachestore.entries import BLOCK, SNAPSHOT, Key, Offer
 from cachestore.node.allocator import PAGE_BYTES, Extent, PageAllocator
-from cachestore.node.core import BLOCK, SNAPSHOT, Key, Lease, NodeCore, Offer, Region
+from cachestore.node.core import NodeCore, Region
+from cachestore.node.leases import Lease
 from moonrelay.errors import InvariantError
 
 ROOT = b"r" * 16
