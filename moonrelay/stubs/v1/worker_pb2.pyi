@@ -8,7 +8,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class PrefillRequest(_message.Message):
-    __slots__ = ("request_id", "prompt_ids", "sampling", "root", "prefix_hashes", "hit", "snapshot_at", "store")
+    __slots__ = ("request_id", "prompt_ids", "sampling", "root", "prefix_hashes", "hit", "snapshot_at", "store", "write_back")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_IDS_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
@@ -17,6 +17,7 @@ class PrefillRequest(_message.Message):
     HIT_FIELD_NUMBER: _ClassVar[int]
     SNAPSHOT_AT_FIELD_NUMBER: _ClassVar[int]
     STORE_FIELD_NUMBER: _ClassVar[int]
+    WRITE_BACK_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     prompt_ids: _containers.RepeatedScalarFieldContainer[int]
     sampling: _common_pb2.Sampling
@@ -25,7 +26,20 @@ class PrefillRequest(_message.Message):
     hit: CacheHit
     snapshot_at: _containers.RepeatedScalarFieldContainer[int]
     store: bool
-    def __init__(self, request_id: _Optional[str] = ..., prompt_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_common_pb2.Sampling, _Mapping]] = ..., root: _Optional[bytes] = ..., prefix_hashes: _Optional[_Iterable[bytes]] = ..., hit: _Optional[_Union[CacheHit, _Mapping]] = ..., snapshot_at: _Optional[_Iterable[int]] = ..., store: _Optional[bool] = ...) -> None: ...
+    write_back: bool
+    def __init__(self, request_id: _Optional[str] = ..., prompt_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_common_pb2.Sampling, _Mapping]] = ..., root: _Optional[bytes] = ..., prefix_hashes: _Optional[_Iterable[bytes]] = ..., hit: _Optional[_Union[CacheHit, _Mapping]] = ..., snapshot_at: _Optional[_Iterable[int]] = ..., store: _Optional[bool] = ..., write_back: _Optional[bool] = ...) -> None: ...
+
+class TurnWriteback(_message.Message):
+    __slots__ = ("root", "prefix_hashes", "tail_ids", "hit")
+    ROOT_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_HASHES_FIELD_NUMBER: _ClassVar[int]
+    TAIL_IDS_FIELD_NUMBER: _ClassVar[int]
+    HIT_FIELD_NUMBER: _ClassVar[int]
+    root: bytes
+    prefix_hashes: _containers.RepeatedScalarFieldContainer[bytes]
+    tail_ids: _containers.RepeatedScalarFieldContainer[int]
+    hit: CacheHit
+    def __init__(self, root: _Optional[bytes] = ..., prefix_hashes: _Optional[_Iterable[bytes]] = ..., tail_ids: _Optional[_Iterable[int]] = ..., hit: _Optional[_Union[CacheHit, _Mapping]] = ...) -> None: ...
 
 class CacheHit(_message.Message):
     __slots__ = ("tokens", "runs", "snapshot", "matchable_tokens")
@@ -52,14 +66,106 @@ class CacheRun(_message.Message):
     def __init__(self, node_id: _Optional[str] = ..., node_epoch: _Optional[int] = ..., first_block: _Optional[int] = ..., end_block: _Optional[int] = ...) -> None: ...
 
 class PrefillEvent(_message.Message):
-    __slots__ = ("progress", "handoff", "first_token")
+    __slots__ = ("progress", "handoff", "first_token", "opened")
     PROGRESS_FIELD_NUMBER: _ClassVar[int]
     HANDOFF_FIELD_NUMBER: _ClassVar[int]
     FIRST_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    OPENED_FIELD_NUMBER: _ClassVar[int]
     progress: PrefillProgress
     handoff: HandoffReady
     first_token: FirstToken
-    def __init__(self, progress: _Optional[_Union[PrefillProgress, _Mapping]] = ..., handoff: _Optional[_Union[HandoffReady, _Mapping]] = ..., first_token: _Optional[_Union[FirstToken, _Mapping]] = ...) -> None: ...
+    opened: HandoffOpened
+    def __init__(self, progress: _Optional[_Union[PrefillProgress, _Mapping]] = ..., handoff: _Optional[_Union[HandoffReady, _Mapping]] = ..., first_token: _Optional[_Union[FirstToken, _Mapping]] = ..., opened: _Optional[_Union[HandoffOpened, _Mapping]] = ...) -> None: ...
+
+class HandoffOpened(_message.Message):
+    __slots__ = ("handoff_id", "source", "source_address", "fence", "fingerprint", "layout", "split", "prompt_tokens")
+    HANDOFF_ID_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    FENCE_FIELD_NUMBER: _ClassVar[int]
+    FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    LAYOUT_FIELD_NUMBER: _ClassVar[int]
+    SPLIT_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    handoff_id: str
+    source: _common_pb2.Peer
+    source_address: str
+    fence: int
+    fingerprint: _common_pb2.Fingerprint
+    layout: _common_pb2.Layout
+    split: Split
+    prompt_tokens: int
+    def __init__(self, handoff_id: _Optional[str] = ..., source: _Optional[_Union[_common_pb2.Peer, _Mapping]] = ..., source_address: _Optional[str] = ..., fence: _Optional[int] = ..., fingerprint: _Optional[_Union[_common_pb2.Fingerprint, _Mapping]] = ..., layout: _Optional[_Union[_common_pb2.Layout, _Mapping]] = ..., split: _Optional[_Union[Split, _Mapping]] = ..., prompt_tokens: _Optional[int] = ...) -> None: ...
+
+class FollowHandoffRequest(_message.Message):
+    __slots__ = ("handoff_id", "fence", "held")
+    HANDOFF_ID_FIELD_NUMBER: _ClassVar[int]
+    FENCE_FIELD_NUMBER: _ClassVar[int]
+    HELD_FIELD_NUMBER: _ClassVar[int]
+    handoff_id: str
+    fence: int
+    held: HeldPrefix
+    def __init__(self, handoff_id: _Optional[str] = ..., fence: _Optional[int] = ..., held: _Optional[_Union[HeldPrefix, _Mapping]] = ...) -> None: ...
+
+class HeldPrefix(_message.Message):
+    __slots__ = ("root", "prefix_hash", "num_blocks")
+    ROOT_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_HASH_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    root: bytes
+    prefix_hash: bytes
+    num_blocks: int
+    def __init__(self, root: _Optional[bytes] = ..., prefix_hash: _Optional[bytes] = ..., num_blocks: _Optional[int] = ...) -> None: ...
+
+class HandoffPart(_message.Message):
+    __slots__ = ("rows", "state", "manifest", "withdrawn")
+    ROWS_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    MANIFEST_FIELD_NUMBER: _ClassVar[int]
+    WITHDRAWN_FIELD_NUMBER: _ClassVar[int]
+    rows: RowsPart
+    state: StatePart
+    manifest: Manifest
+    withdrawn: HandoffWithdrawn
+    def __init__(self, rows: _Optional[_Union[RowsPart, _Mapping]] = ..., state: _Optional[_Union[StatePart, _Mapping]] = ..., manifest: _Optional[_Union[Manifest, _Mapping]] = ..., withdrawn: _Optional[_Union[HandoffWithdrawn, _Mapping]] = ...) -> None: ...
+
+class RowsPart(_message.Message):
+    __slots__ = ("first_block", "blocks")
+    FIRST_BLOCK_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    first_block: int
+    blocks: _containers.RepeatedCompositeFieldContainer[_common_pb2.Span]
+    def __init__(self, first_block: _Optional[int] = ..., blocks: _Optional[_Iterable[_Union[_common_pb2.Span, _Mapping]]] = ...) -> None: ...
+
+class StatePart(_message.Message):
+    __slots__ = ("first_layer", "end_layer", "recurrent", "conv")
+    FIRST_LAYER_FIELD_NUMBER: _ClassVar[int]
+    END_LAYER_FIELD_NUMBER: _ClassVar[int]
+    RECURRENT_FIELD_NUMBER: _ClassVar[int]
+    CONV_FIELD_NUMBER: _ClassVar[int]
+    first_layer: int
+    end_layer: int
+    recurrent: _common_pb2.Span
+    conv: _common_pb2.Span
+    def __init__(self, first_layer: _Optional[int] = ..., end_layer: _Optional[int] = ..., recurrent: _Optional[_Union[_common_pb2.Span, _Mapping]] = ..., conv: _Optional[_Union[_common_pb2.Span, _Mapping]] = ...) -> None: ...
+
+class HandoffWithdrawn(_message.Message):
+    __slots__ = ("reason",)
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    reason: str
+    def __init__(self, reason: _Optional[str] = ...) -> None: ...
+
+class Split(_message.Message):
+    __slots__ = ("tp_size", "tp_rank", "first_head", "end_head")
+    TP_SIZE_FIELD_NUMBER: _ClassVar[int]
+    TP_RANK_FIELD_NUMBER: _ClassVar[int]
+    FIRST_HEAD_FIELD_NUMBER: _ClassVar[int]
+    END_HEAD_FIELD_NUMBER: _ClassVar[int]
+    tp_size: int
+    tp_rank: int
+    first_head: int
+    end_head: int
+    def __init__(self, tp_size: _Optional[int] = ..., tp_rank: _Optional[int] = ..., first_head: _Optional[int] = ..., end_head: _Optional[int] = ...) -> None: ...
 
 class FirstToken(_message.Message):
     __slots__ = ("token", "cache")
@@ -86,7 +192,7 @@ class HandoffReady(_message.Message):
     def __init__(self, manifest: _Optional[_Union[Manifest, _Mapping]] = ..., finish_reason: _Optional[_Union[_common_pb2.FinishReason, str]] = ..., transport_note: _Optional[str] = ...) -> None: ...
 
 class Manifest(_message.Message):
-    __slots__ = ("handoff_id", "fingerprint", "layout", "tp_size", "tokens_in_state", "next_token", "sampler_position", "rows", "state", "source", "source_address", "fence", "lease_ms")
+    __slots__ = ("handoff_id", "fingerprint", "layout", "tp_size", "tokens_in_state", "next_token", "sampler_position", "rows", "state", "source", "source_address", "fence", "lease_ms", "state_layers", "split", "held")
     HANDOFF_ID_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
@@ -100,6 +206,9 @@ class Manifest(_message.Message):
     SOURCE_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     FENCE_FIELD_NUMBER: _ClassVar[int]
     LEASE_MS_FIELD_NUMBER: _ClassVar[int]
+    STATE_LAYERS_FIELD_NUMBER: _ClassVar[int]
+    SPLIT_FIELD_NUMBER: _ClassVar[int]
+    HELD_FIELD_NUMBER: _ClassVar[int]
     handoff_id: str
     fingerprint: _common_pb2.Fingerprint
     layout: _common_pb2.Layout
@@ -113,7 +222,10 @@ class Manifest(_message.Message):
     source_address: str
     fence: int
     lease_ms: int
-    def __init__(self, handoff_id: _Optional[str] = ..., fingerprint: _Optional[_Union[_common_pb2.Fingerprint, _Mapping]] = ..., layout: _Optional[_Union[_common_pb2.Layout, _Mapping]] = ..., tp_size: _Optional[int] = ..., tokens_in_state: _Optional[int] = ..., next_token: _Optional[int] = ..., sampler_position: _Optional[int] = ..., rows: _Optional[_Iterable[_Union[_common_pb2.Span, _Mapping]]] = ..., state: _Optional[_Iterable[_Union[_common_pb2.Span, _Mapping]]] = ..., source: _Optional[_Union[_common_pb2.Peer, _Mapping]] = ..., source_address: _Optional[str] = ..., fence: _Optional[int] = ..., lease_ms: _Optional[int] = ...) -> None: ...
+    state_layers: _containers.RepeatedCompositeFieldContainer[StatePart]
+    split: Split
+    held: HeldPrefix
+    def __init__(self, handoff_id: _Optional[str] = ..., fingerprint: _Optional[_Union[_common_pb2.Fingerprint, _Mapping]] = ..., layout: _Optional[_Union[_common_pb2.Layout, _Mapping]] = ..., tp_size: _Optional[int] = ..., tokens_in_state: _Optional[int] = ..., next_token: _Optional[int] = ..., sampler_position: _Optional[int] = ..., rows: _Optional[_Iterable[_Union[_common_pb2.Span, _Mapping]]] = ..., state: _Optional[_Iterable[_Union[_common_pb2.Span, _Mapping]]] = ..., source: _Optional[_Union[_common_pb2.Peer, _Mapping]] = ..., source_address: _Optional[str] = ..., fence: _Optional[int] = ..., lease_ms: _Optional[int] = ..., state_layers: _Optional[_Iterable[_Union[StatePart, _Mapping]]] = ..., split: _Optional[_Union[Split, _Mapping]] = ..., held: _Optional[_Union[HeldPrefix, _Mapping]] = ...) -> None: ...
 
 class ReleaseHandoffRequest(_message.Message):
     __slots__ = ("handoff_id", "fence")
@@ -128,24 +240,30 @@ class ReleaseHandoffReply(_message.Message):
     def __init__(self) -> None: ...
 
 class ReserveRequest(_message.Message):
-    __slots__ = ("request_id", "prompt_tokens", "max_tokens", "fingerprint")
+    __slots__ = ("request_id", "prompt_tokens", "max_tokens", "fingerprint", "root", "prefix_hashes")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    ROOT_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_HASHES_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     prompt_tokens: int
     max_tokens: int
     fingerprint: _common_pb2.Fingerprint
-    def __init__(self, request_id: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., max_tokens: _Optional[int] = ..., fingerprint: _Optional[_Union[_common_pb2.Fingerprint, _Mapping]] = ...) -> None: ...
+    root: bytes
+    prefix_hashes: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, request_id: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., max_tokens: _Optional[int] = ..., fingerprint: _Optional[_Union[_common_pb2.Fingerprint, _Mapping]] = ..., root: _Optional[bytes] = ..., prefix_hashes: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class ReserveReply(_message.Message):
-    __slots__ = ("reservation_id", "ttl_ms")
+    __slots__ = ("reservation_id", "ttl_ms", "held_tokens")
     RESERVATION_ID_FIELD_NUMBER: _ClassVar[int]
     TTL_MS_FIELD_NUMBER: _ClassVar[int]
+    HELD_TOKENS_FIELD_NUMBER: _ClassVar[int]
     reservation_id: str
     ttl_ms: int
-    def __init__(self, reservation_id: _Optional[str] = ..., ttl_ms: _Optional[int] = ...) -> None: ...
+    held_tokens: int
+    def __init__(self, reservation_id: _Optional[str] = ..., ttl_ms: _Optional[int] = ..., held_tokens: _Optional[int] = ...) -> None: ...
 
 class ReleaseReservationRequest(_message.Message):
     __slots__ = ("reservation_id",)
@@ -158,16 +276,18 @@ class ReleaseReservationReply(_message.Message):
     def __init__(self) -> None: ...
 
 class AdoptRequest(_message.Message):
-    __slots__ = ("request_id", "reservation_id", "manifest", "sampling")
+    __slots__ = ("request_id", "reservation_id", "manifest", "sampling", "opened")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     RESERVATION_ID_FIELD_NUMBER: _ClassVar[int]
     MANIFEST_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
+    OPENED_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     reservation_id: str
     manifest: Manifest
     sampling: _common_pb2.Sampling
-    def __init__(self, request_id: _Optional[str] = ..., reservation_id: _Optional[str] = ..., manifest: _Optional[_Union[Manifest, _Mapping]] = ..., sampling: _Optional[_Union[_common_pb2.Sampling, _Mapping]] = ...) -> None: ...
+    opened: HandoffOpened
+    def __init__(self, request_id: _Optional[str] = ..., reservation_id: _Optional[str] = ..., manifest: _Optional[_Union[Manifest, _Mapping]] = ..., sampling: _Optional[_Union[_common_pb2.Sampling, _Mapping]] = ..., opened: _Optional[_Union[HandoffOpened, _Mapping]] = ...) -> None: ...
 
 class DecodeEvent(_message.Message):
     __slots__ = ("adopted", "tokens", "finished", "cache")
@@ -182,16 +302,20 @@ class DecodeEvent(_message.Message):
     def __init__(self, adopted: _Optional[_Union[Adopted, _Mapping]] = ..., tokens: _Optional[_Union[Tokens, _Mapping]] = ..., finished: _Optional[_Union[Finished, _Mapping]] = ..., cache: _Optional[_Union[_common_pb2.CacheUsage, _Mapping]] = ...) -> None: ...
 
 class Adopted(_message.Message):
-    __slots__ = ("bytes", "transport", "pull_seconds", "verify_seconds")
+    __slots__ = ("bytes", "transport", "pull_seconds", "verify_seconds", "held_tokens", "after_manifest_seconds")
     BYTES_FIELD_NUMBER: _ClassVar[int]
     TRANSPORT_FIELD_NUMBER: _ClassVar[int]
     PULL_SECONDS_FIELD_NUMBER: _ClassVar[int]
     VERIFY_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    HELD_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    AFTER_MANIFEST_SECONDS_FIELD_NUMBER: _ClassVar[int]
     bytes: int
     transport: str
     pull_seconds: float
     verify_seconds: float
-    def __init__(self, bytes: _Optional[int] = ..., transport: _Optional[str] = ..., pull_seconds: _Optional[float] = ..., verify_seconds: _Optional[float] = ...) -> None: ...
+    held_tokens: int
+    after_manifest_seconds: float
+    def __init__(self, bytes: _Optional[int] = ..., transport: _Optional[str] = ..., pull_seconds: _Optional[float] = ..., verify_seconds: _Optional[float] = ..., held_tokens: _Optional[int] = ..., after_manifest_seconds: _Optional[float] = ...) -> None: ...
 
 class Tokens(_message.Message):
     __slots__ = ("tokens",)

@@ -39,6 +39,11 @@ class PrefillWorkerStub:
                 request_serializer=moonrelay_dot_v1_dot_worker__pb2.PrefillRequest.SerializeToString,
                 response_deserializer=moonrelay_dot_v1_dot_worker__pb2.PrefillEvent.FromString,
                 _registered_method=True)
+        self.FollowHandoff = channel.unary_stream(
+                '/moonrelay.v1.PrefillWorker/FollowHandoff',
+                request_serializer=moonrelay_dot_v1_dot_worker__pb2.FollowHandoffRequest.SerializeToString,
+                response_deserializer=moonrelay_dot_v1_dot_worker__pb2.HandoffPart.FromString,
+                _registered_method=True)
         self.ReleaseHandoff = channel.unary_unary(
                 '/moonrelay.v1.PrefillWorker/ReleaseHandoff',
                 request_serializer=moonrelay_dot_v1_dot_worker__pb2.ReleaseHandoffRequest.SerializeToString,
@@ -50,7 +55,14 @@ class PrefillWorkerServicer:
     """Missing associated documentation comment in .proto file."""
 
     def Prefill(self, request, context):
-        """Computes the prompt, sends the first token, publishes the handoff. Ends after HandoffReady, or with a status.
+        """Opens the handoff, computes the prompt, sends the first token, publishes. Ends after HandoffReady, or with a status.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def FollowHandoff(self, request, context):
+        """For the decode side, once per handoff: what of it is final, as it becomes so. Ends after the manifest.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -70,6 +82,11 @@ def add_PrefillWorkerServicer_to_server(servicer, server):
                     servicer.Prefill,
                     request_deserializer=moonrelay_dot_v1_dot_worker__pb2.PrefillRequest.FromString,
                     response_serializer=moonrelay_dot_v1_dot_worker__pb2.PrefillEvent.SerializeToString,
+            ),
+            'FollowHandoff': grpc.unary_stream_rpc_method_handler(
+                    servicer.FollowHandoff,
+                    request_deserializer=moonrelay_dot_v1_dot_worker__pb2.FollowHandoffRequest.FromString,
+                    response_serializer=moonrelay_dot_v1_dot_worker__pb2.HandoffPart.SerializeToString,
             ),
             'ReleaseHandoff': grpc.unary_unary_rpc_method_handler(
                     servicer.ReleaseHandoff,
@@ -104,6 +121,33 @@ class PrefillWorker:
             '/moonrelay.v1.PrefillWorker/Prefill',
             moonrelay_dot_v1_dot_worker__pb2.PrefillRequest.SerializeToString,
             moonrelay_dot_v1_dot_worker__pb2.PrefillEvent.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def FollowHandoff(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/moonrelay.v1.PrefillWorker/FollowHandoff',
+            moonrelay_dot_v1_dot_worker__pb2.FollowHandoffRequest.SerializeToString,
+            moonrelay_dot_v1_dot_worker__pb2.HandoffPart.FromString,
             options,
             channel_credentials,
             insecure,
