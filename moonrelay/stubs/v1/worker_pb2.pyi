@@ -240,20 +240,22 @@ class ReleaseHandoffReply(_message.Message):
     def __init__(self) -> None: ...
 
 class ReserveRequest(_message.Message):
-    __slots__ = ("request_id", "prompt_tokens", "max_tokens", "fingerprint", "root", "prefix_hashes")
+    __slots__ = ("request_id", "prompt_tokens", "max_tokens", "fingerprint", "root", "prefix_hashes", "write_back")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     ROOT_FIELD_NUMBER: _ClassVar[int]
     PREFIX_HASHES_FIELD_NUMBER: _ClassVar[int]
+    WRITE_BACK_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     prompt_tokens: int
     max_tokens: int
     fingerprint: _common_pb2.Fingerprint
     root: bytes
     prefix_hashes: _containers.RepeatedScalarFieldContainer[bytes]
-    def __init__(self, request_id: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., max_tokens: _Optional[int] = ..., fingerprint: _Optional[_Union[_common_pb2.Fingerprint, _Mapping]] = ..., root: _Optional[bytes] = ..., prefix_hashes: _Optional[_Iterable[bytes]] = ...) -> None: ...
+    write_back: bool
+    def __init__(self, request_id: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., max_tokens: _Optional[int] = ..., fingerprint: _Optional[_Union[_common_pb2.Fingerprint, _Mapping]] = ..., root: _Optional[bytes] = ..., prefix_hashes: _Optional[_Iterable[bytes]] = ..., write_back: _Optional[bool] = ...) -> None: ...
 
 class ReserveReply(_message.Message):
     __slots__ = ("reservation_id", "ttl_ms", "held_tokens")
@@ -276,18 +278,20 @@ class ReleaseReservationReply(_message.Message):
     def __init__(self) -> None: ...
 
 class AdoptRequest(_message.Message):
-    __slots__ = ("request_id", "reservation_id", "manifest", "sampling", "opened")
+    __slots__ = ("request_id", "reservation_id", "manifest", "sampling", "opened", "writeback")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     RESERVATION_ID_FIELD_NUMBER: _ClassVar[int]
     MANIFEST_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     OPENED_FIELD_NUMBER: _ClassVar[int]
+    WRITEBACK_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     reservation_id: str
     manifest: Manifest
     sampling: _common_pb2.Sampling
     opened: HandoffOpened
-    def __init__(self, request_id: _Optional[str] = ..., reservation_id: _Optional[str] = ..., manifest: _Optional[_Union[Manifest, _Mapping]] = ..., sampling: _Optional[_Union[_common_pb2.Sampling, _Mapping]] = ..., opened: _Optional[_Union[HandoffOpened, _Mapping]] = ...) -> None: ...
+    writeback: TurnWriteback
+    def __init__(self, request_id: _Optional[str] = ..., reservation_id: _Optional[str] = ..., manifest: _Optional[_Union[Manifest, _Mapping]] = ..., sampling: _Optional[_Union[_common_pb2.Sampling, _Mapping]] = ..., opened: _Optional[_Union[HandoffOpened, _Mapping]] = ..., writeback: _Optional[_Union[TurnWriteback, _Mapping]] = ...) -> None: ...
 
 class DecodeEvent(_message.Message):
     __slots__ = ("adopted", "tokens", "finished", "cache")
