@@ -7,7 +7,7 @@ DEV_STAMP := $(VENV)/.installed-dev-$(SUM)
 export OMP_NUM_THREADS ?= 1
 export UCX_MODULES ?= ^efa
 
-.PHONY: install dev demo up check test proto bench bench-memory check-wheel clean
+.PHONY: install dev demo up check test proto bench bench-cache bench-memory check-wheel clean
 
 install: $(STAMP)
 
@@ -52,6 +52,9 @@ check-wheel: dev
 
 bench-memory: install
 	$(PY) bench/memory.py
+
+bench-cache: install
+	$(PY) bench/cache.py $(ARGS)
 
 clean:
 	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
