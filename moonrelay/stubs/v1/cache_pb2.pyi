@@ -54,32 +54,48 @@ class PublishReply(_message.Message):
     def __init__(self, stored: _Optional[int] = ..., already_there: _Optional[int] = ..., refused: _Optional[int] = ..., in_progress: _Optional[int] = ...) -> None: ...
 
 class LeaseRequest(_message.Message):
-    __slots__ = ("root", "node_epoch", "blocks", "snapshots", "ttl_ms")
+    __slots__ = ("root", "node_epoch", "blocks", "snapshots", "ttl_ms", "chains", "snapshot")
     ROOT_FIELD_NUMBER: _ClassVar[int]
     NODE_EPOCH_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
     SNAPSHOTS_FIELD_NUMBER: _ClassVar[int]
     TTL_MS_FIELD_NUMBER: _ClassVar[int]
+    CHAINS_FIELD_NUMBER: _ClassVar[int]
+    SNAPSHOT_FIELD_NUMBER: _ClassVar[int]
     root: bytes
     node_epoch: int
     blocks: _containers.RepeatedScalarFieldContainer[bytes]
     snapshots: _containers.RepeatedScalarFieldContainer[bytes]
     ttl_ms: int
-    def __init__(self, root: _Optional[bytes] = ..., node_epoch: _Optional[int] = ..., blocks: _Optional[_Iterable[bytes]] = ..., snapshots: _Optional[_Iterable[bytes]] = ..., ttl_ms: _Optional[int] = ...) -> None: ...
+    chains: _containers.RepeatedCompositeFieldContainer[Chain]
+    snapshot: bytes
+    def __init__(self, root: _Optional[bytes] = ..., node_epoch: _Optional[int] = ..., blocks: _Optional[_Iterable[bytes]] = ..., snapshots: _Optional[_Iterable[bytes]] = ..., ttl_ms: _Optional[int] = ..., chains: _Optional[_Iterable[_Union[Chain, _Mapping]]] = ..., snapshot: _Optional[bytes] = ...) -> None: ...
+
+class Chain(_message.Message):
+    __slots__ = ("last", "first_block", "count")
+    LAST_FIELD_NUMBER: _ClassVar[int]
+    FIRST_BLOCK_FIELD_NUMBER: _ClassVar[int]
+    COUNT_FIELD_NUMBER: _ClassVar[int]
+    last: bytes
+    first_block: int
+    count: int
+    def __init__(self, last: _Optional[bytes] = ..., first_block: _Optional[int] = ..., count: _Optional[int] = ...) -> None: ...
 
 class LeaseReply(_message.Message):
-    __slots__ = ("lease_id", "fence", "ttl_ms", "blocks", "snapshots")
+    __slots__ = ("lease_id", "fence", "ttl_ms", "blocks", "snapshots", "spans")
     LEASE_ID_FIELD_NUMBER: _ClassVar[int]
     FENCE_FIELD_NUMBER: _ClassVar[int]
     TTL_MS_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
     SNAPSHOTS_FIELD_NUMBER: _ClassVar[int]
+    SPANS_FIELD_NUMBER: _ClassVar[int]
     lease_id: str
     fence: int
     ttl_ms: int
     blocks: _containers.RepeatedCompositeFieldContainer[EntrySpans]
     snapshots: _containers.RepeatedCompositeFieldContainer[EntrySpans]
-    def __init__(self, lease_id: _Optional[str] = ..., fence: _Optional[int] = ..., ttl_ms: _Optional[int] = ..., blocks: _Optional[_Iterable[_Union[EntrySpans, _Mapping]]] = ..., snapshots: _Optional[_Iterable[_Union[EntrySpans, _Mapping]]] = ...) -> None: ...
+    spans: bytes
+    def __init__(self, lease_id: _Optional[str] = ..., fence: _Optional[int] = ..., ttl_ms: _Optional[int] = ..., blocks: _Optional[_Iterable[_Union[EntrySpans, _Mapping]]] = ..., snapshots: _Optional[_Iterable[_Union[EntrySpans, _Mapping]]] = ..., spans: _Optional[bytes] = ...) -> None: ...
 
 class EntrySpans(_message.Message):
     __slots__ = ("spans",)

@@ -27,6 +27,14 @@ class MissReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     MISS_REASON_STALE_INDEX: _ClassVar[MissReason]
     MISS_REASON_TIER_ERROR: _ClassVar[MissReason]
     MISS_REASON_REMAINDER: _ClassVar[MissReason]
+
+class Tier(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    TIER_UNSPECIFIED: _ClassVar[Tier]
+    TIER_DEVICE: _ClassVar[Tier]
+    TIER_HOST: _ClassVar[Tier]
+    TIER_DISK: _ClassVar[Tier]
+    TIER_REMOTE: _ClassVar[Tier]
 FINISH_REASON_UNSPECIFIED: FinishReason
 FINISH_REASON_STOP: FinishReason
 FINISH_REASON_LENGTH: FinishReason
@@ -42,6 +50,11 @@ MISS_REASON_RETOKENISED: MissReason
 MISS_REASON_STALE_INDEX: MissReason
 MISS_REASON_TIER_ERROR: MissReason
 MISS_REASON_REMAINDER: MissReason
+TIER_UNSPECIFIED: Tier
+TIER_DEVICE: Tier
+TIER_HOST: Tier
+TIER_DISK: Tier
+TIER_REMOTE: Tier
 
 class Peer(_message.Message):
     __slots__ = ("instance_id", "epoch", "nixl_name", "nixl_metadata", "tcp_address", "host_id", "pools", "pid", "probe", "rdma")
@@ -168,7 +181,7 @@ class TopLogprob(_message.Message):
     def __init__(self, id: _Optional[int] = ..., logprob: _Optional[float] = ...) -> None: ...
 
 class CacheUsage(_message.Message):
-    __slots__ = ("cached_tokens", "cached_device", "cached_host", "cached_disk", "cached_remote", "matchable_tokens", "miss_reason")
+    __slots__ = ("cached_tokens", "cached_device", "cached_host", "cached_disk", "cached_remote", "matchable_tokens", "miss_reason", "lost", "seen_tokens")
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     CACHED_DEVICE_FIELD_NUMBER: _ClassVar[int]
     CACHED_HOST_FIELD_NUMBER: _ClassVar[int]
@@ -176,6 +189,8 @@ class CacheUsage(_message.Message):
     CACHED_REMOTE_FIELD_NUMBER: _ClassVar[int]
     MATCHABLE_TOKENS_FIELD_NUMBER: _ClassVar[int]
     MISS_REASON_FIELD_NUMBER: _ClassVar[int]
+    LOST_FIELD_NUMBER: _ClassVar[int]
+    SEEN_TOKENS_FIELD_NUMBER: _ClassVar[int]
     cached_tokens: int
     cached_device: int
     cached_host: int
@@ -183,4 +198,14 @@ class CacheUsage(_message.Message):
     cached_remote: int
     matchable_tokens: int
     miss_reason: MissReason
-    def __init__(self, cached_tokens: _Optional[int] = ..., cached_device: _Optional[int] = ..., cached_host: _Optional[int] = ..., cached_disk: _Optional[int] = ..., cached_remote: _Optional[int] = ..., matchable_tokens: _Optional[int] = ..., miss_reason: _Optional[_Union[MissReason, str]] = ...) -> None: ...
+    lost: _containers.RepeatedCompositeFieldContainer[LostTokens]
+    seen_tokens: int
+    def __init__(self, cached_tokens: _Optional[int] = ..., cached_device: _Optional[int] = ..., cached_host: _Optional[int] = ..., cached_disk: _Optional[int] = ..., cached_remote: _Optional[int] = ..., matchable_tokens: _Optional[int] = ..., miss_reason: _Optional[_Union[MissReason, str]] = ..., lost: _Optional[_Iterable[_Union[LostTokens, _Mapping]]] = ..., seen_tokens: _Optional[int] = ...) -> None: ...
+
+class LostTokens(_message.Message):
+    __slots__ = ("reason", "tokens")
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    reason: MissReason
+    tokens: int
+    def __init__(self, reason: _Optional[_Union[MissReason, str]] = ..., tokens: _Optional[int] = ...) -> None: ...

@@ -42,16 +42,20 @@ class TurnWriteback(_message.Message):
     def __init__(self, root: _Optional[bytes] = ..., prefix_hashes: _Optional[_Iterable[bytes]] = ..., tail_ids: _Optional[_Iterable[int]] = ..., hit: _Optional[_Union[CacheHit, _Mapping]] = ...) -> None: ...
 
 class CacheHit(_message.Message):
-    __slots__ = ("tokens", "runs", "snapshot", "matchable_tokens")
+    __slots__ = ("tokens", "runs", "snapshot", "matchable_tokens", "alternatives", "seen_tokens")
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     RUNS_FIELD_NUMBER: _ClassVar[int]
     SNAPSHOT_FIELD_NUMBER: _ClassVar[int]
     MATCHABLE_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    ALTERNATIVES_FIELD_NUMBER: _ClassVar[int]
+    SEEN_TOKENS_FIELD_NUMBER: _ClassVar[int]
     tokens: int
     runs: _containers.RepeatedCompositeFieldContainer[CacheRun]
     snapshot: CacheRun
     matchable_tokens: int
-    def __init__(self, tokens: _Optional[int] = ..., runs: _Optional[_Iterable[_Union[CacheRun, _Mapping]]] = ..., snapshot: _Optional[_Union[CacheRun, _Mapping]] = ..., matchable_tokens: _Optional[int] = ...) -> None: ...
+    alternatives: _containers.RepeatedCompositeFieldContainer[CacheHit]
+    seen_tokens: int
+    def __init__(self, tokens: _Optional[int] = ..., runs: _Optional[_Iterable[_Union[CacheRun, _Mapping]]] = ..., snapshot: _Optional[_Union[CacheRun, _Mapping]] = ..., matchable_tokens: _Optional[int] = ..., alternatives: _Optional[_Iterable[_Union[CacheHit, _Mapping]]] = ..., seen_tokens: _Optional[int] = ...) -> None: ...
 
 class CacheRun(_message.Message):
     __slots__ = ("node_id", "node_epoch", "first_block", "end_block")
