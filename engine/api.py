@@ -6,11 +6,14 @@ A reservation is its caller's until `release`, whatever becomes of the sequences
 
     Engine(backend, settings)          .rows [num_blocks, block_floats], .state [num_slots, slot_floats]: the pools
     start(), warm(), stop()            stop fails what still lives with Unavailable
-    reserve(tokens) -> Reservation     blocks for `tokens` and one slot, or raises Overloaded; never waits
+    reserve(tokens, shared=, write_back=) -> Reservation
+                                       blocks for `tokens` and one slot, or raises Overloaded; never waits
     submit(spec, reservation, emit)    queues the sequence; raises Overloaded past queue_len_max
     cancel(request_id)                 ends it with Finished(cancelled); unknown ids are ignored
     release(reservation)               idempotent; cancels a live sequence; takes effect once no running step uses it
     release_snapshot(slot)             exactly once per SnapshotTaken
+    retain(reservation, indices), drop(blocks)
+                                       keep full blocks, unchanged, beyond their reservation's life
     stats() -> EngineStats, check()    budgets balance; run when idle
 """
 
@@ -39,12 +42,16 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reservation:
-    """Memory set aside for one sequence. Units: blocks index the row pool in token order."""
+    """Memory set aside for one sequence. Units: blocks index the row pool in token order.
+
+    The first `shared` blocks have other holders too and are read only.
+    """
 
     id: int
     blocks: tuple[int, ...]
     slot: int
     tokens: int
+    shared: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +62,8 @@ class SequenceSpec:
     restored + len(ids). With `hold_after_first` the sequence stops after one draw and its memory stays as it is
     (state after exactly restored + len(ids) tokens) until released: the prefill side of a handoff.
     `snapshot_at` are token counts (multiples of 64, ascending, > restored) after which the state is copied.
+    With `write_back` the state is also copied, over the last copy, whenever a step ends on a block boundary with no
+    id left to consume; the last copy is the receiver's as a SnapshotTaken just before Finished.
     """
 
     request_id: str
@@ -63,6 +72,7 @@ class SequenceSpec:
     restored: int = 0
     hold_after_first: bool = False
     snapshot_at: tuple[int, ...] = ()
+    write_back: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,3 +132,4 @@ class EngineStats:
     num_waiting: int
     num_running: int
     snapshots_skipped: int
+    rolling_slots: int = 0  # of those that are not free: copies that turns roll along

@@ -48,6 +48,7 @@ class Step:
     draws: list[Draw] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)  # (slot, snapshot slot), after the pass
     snapshots: dict[int, int] = field(default_factory=dict)  # index of a segment -> snapshot slot
+    rolling: set[int] = field(default_factory=set)  # indices of segments whose rolling copy is renewed
     admitted: list[LiveSequence] = field(default_factory=list)
     num_prompt_tokens: int = 0
     num_decode_tokens: int = 0
@@ -127,7 +128,7 @@ class Scheduler:
         events: Events = []
         for sequence in self._cancelled:
             if sequence.phase is not Phase.ENDED:
-                events.append(self._finish(sequence, Happened.CANCELLED, "cancelled"))
+                events += self._finish(sequence, Happened.CANCELLED, "cancelled")
         self._cancelled.clear()
         return events
 
@@ -170,6 +171,8 @@ class Scheduler:
         for index, (sequence, segment) in enumerate(zip(step.sequences, step.segments, strict=True)):
             self.ledger.advance(sequence.reservation, start=segment.start, tokens=len(segment.ids))
             sequence.consumed += len(segment.ids)
+            if index in step.rolling:
+                self.ledger.rolled(sequence.reservation, sequence.consumed)
             answer = next(answers) if segment.logits == "last" else None
             slot = step.snapshots.get(index)
             if sequence.cancelled or isinstance(answer, ServeError):
@@ -194,6 +197,8 @@ class Scheduler:
         self._end_step(step)
         for slot in step.snapshots.values():
             self.ledger.release_snapshot(slot)
+        for index in step.rolling:
+            self.ledger.rolled(step.sequences[index].reservation, None)
         return [self._fail(sequence, error) for sequence in step.sequences]
 
     def abort(self, error: ServeError) -> Events:
@@ -210,6 +215,7 @@ class Scheduler:
             num_waiting=len(self._waiting),
             num_running=len(self._running),
             snapshots_skipped=self._snapshots_skipped,
+            rolling_slots=self.ledger.rolling_slots,
         )
 
     def check(self) -> None:
@@ -248,6 +254,8 @@ class Scheduler:
             else:
                 step.snapshots[len(step.segments)] = slot
                 step.copies.append((sequence.reservation.slot, slot))
+        elif sequence.spec.write_back and ends_known_ids and end % self.settings.block_tokens == 0:
+            self._roll(step, sequence)
         step.sequences.append(sequence)
         step.segments.append(segment)
         if sequence.last_id is None:
@@ -255,24 +263,35 @@ class Scheduler:
         else:
             step.num_decode_tokens += count
 
+    def _roll(self, step: Step, sequence: LiveSequence) -> None:
+        """Have the segment about to be added renew its sequence's rolling copy, if there is a slot for it."""
+        slot = None if self.settings.writeback == "off" else self.ledger.roll(sequence.reservation)
+        if slot is not None:
+            step.rolling.add(len(step.segments))
+            step.copies.append((sequence.reservation.slot, slot))
+
     def _accept(self, sequence: LiveSequence, token: SampledToken, events: Events) -> None:
         """A token was drawn: emit it and decide whether the sequence goes on."""
         events.append((sequence, TokenSampled(token=token, position=sequence.consumed)))
         sequence.last_id = token.id
         sequence.draws_left -= 1
         if token.id in sequence.stop_ids:
-            events.append(self._finish(sequence, Happened.COMPLETED, "stop"))
+            events += self._finish(sequence, Happened.COMPLETED, "stop")
         elif sequence.draws_left == 0:
-            events.append(self._finish(sequence, Happened.COMPLETED, "length"))
+            events += self._finish(sequence, Happened.COMPLETED, "length")
         elif sequence.spec.hold_after_first:
-            events.append(self._finish(sequence, Happened.COMPLETED, "held"))
+            events += self._finish(sequence, Happened.COMPLETED, "held")
         else:
             sequence.move(Happened.DRAWN)
 
-    def _finish(self, sequence: LiveSequence, how: Happened, reason: EndReason) -> tuple[LiveSequence, EngineEvent]:
+    def _finish(self, sequence: LiveSequence, how: Happened, reason: EndReason) -> Events:
         self._remove(sequence, how)
+        events: Events = []
+        if (kept := self.ledger.keep_rolling(sequence.reservation)) is not None:
+            events.append((sequence, SnapshotTaken(tokens=kept[0], slot=kept[1])))
         self.ledger.detach(sequence.reservation)
-        return sequence, Finished(reason=reason, tokens_in_state=sequence.consumed)
+        events.append((sequence, Finished(reason=reason, tokens_in_state=sequence.consumed)))
+        return events
 
     def _fail(self, sequence: LiveSequence, error: ServeError) -> tuple[LiveSequence, EngineEvent]:
         self._remove(sequence, Happened.FAULTED)

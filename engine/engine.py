@@ -9,7 +9,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
@@ -90,14 +90,34 @@ class Engine:
         if self._thread is not None:
             self._thread.join()
 
-    def reserve(self, tokens: int) -> Reservation:
-        """Blocks for `tokens` and one slot, the caller's until `release`; never waits.
+    def reserve(self, tokens: int, *, shared: Sequence[int] = (), write_back: bool = False) -> Reservation:
+        """Blocks for `tokens` and one slot, the caller's until `release`; never waits. It begins with the blocks
+        `shared`, which the caller retains and nobody writes to.
 
         Raises: Overloaded when there is no room now, RequestTooLarge when there never could be, Unavailable.
         """
         with self._wake:
             self._refuse_if_stopping()
-            return self._core.ledger.reserve(tokens)
+            rolling = write_back and self.settings.writeback == "on"
+            return self._core.ledger.reserve(tokens, shared=shared, rolling=rolling)
+
+    def retain(self, reservation: Reservation, indices: Iterable[int]) -> None:
+        """Keep some of its blocks, full ones, beyond its life. Raises: InvariantError where one is not full."""
+        with self._wake:
+            self._core.ledger.retain(reservation, indices)
+
+    def drop(self, blocks: Iterable[int]) -> None:
+        """The end of a `retain` of each of the blocks."""
+        with self._wake:
+            self._core.ledger.drop(blocks)
+            freed = self._core.ledger.take_freed()
+        if freed:
+            self._observer.memory_freed()
+
+    def holders(self, block: int) -> int:
+        """How many hold it: reservations that contain it, and retains."""
+        with self._wake:
+            return self._core.ledger.holders(block)
 
     def submit(self, spec: SequenceSpec, reservation: Reservation, emit: Emit) -> None:
         """Queue a sequence; its events reach `emit` on the engine's thread, one of Finished and Failed last.

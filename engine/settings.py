@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
 
 from moonrelay.errors import SettingsError
@@ -19,10 +21,13 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     prefill_share_tokens: int = 128  # prompt tokens per step while others decode: bounds the gap between their tokens
     max_batch_sequences: int = 32  # how many may be in steps at once; the rest wait, first come first served
     queue_len_max: int = 256
+    # Turns that are written back copy their state at block boundaries into a slot of their own. on: it is set aside
+    # with the reservation; adaptive: taken while slots are free, given up when a sequence or a snapshot needs one.
+    writeback: Literal["on", "off", "adaptive"] = "adaptive"
 
     def __post_init__(self) -> None:
         for name in self.__struct_fields__:
-            if getattr(self, name) < (0 if name == "queue_len_max" else 1):
+            if name != "writeback" and getattr(self, name) < (0 if name == "queue_len_max" else 1):
                 raise SettingsError(f"{name} must be positive, found {getattr(self, name)}")
         if self.block_tokens % TILE_TOKENS:
             raise SettingsError(f"block_tokens must be a multiple of {TILE_TOKENS}, found {self.block_tokens}")
