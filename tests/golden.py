@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 DATA = Path(__file__).resolve().parent / "data"
 ROOT = DATA.parent.parent
-COMMITTED = ("chat", "kda_op", "k3_tiny_mxfp4", "k3_tiny_smooth")
+COMMITTED = ("chat", "kda_op", "k3_tiny_mxfp4", "k3_tiny_smooth", "spec")
 SHARED = ("k3_tiny", "kimi_linear_tiny")
 
 
