@@ -9,10 +9,10 @@ import grpc
 
 from decode.manifest import refused
 from decode.reader import Identity, Reader
-from engine.api import EngineEvent, Failed, Finished, SequenceSpec, TokenSampled
+from engine.api import EngineEvent, Finished, SequenceSpec, TokenSampled
 from engine.worker.prompt import PromptRunner
 from engine.worker.service import Gate
-from engine.worker.stream import EventStream
+from engine.worker.turn import turn_prompt
 from engine.worker.wire import (
     FINISH,
     after_first_token,
@@ -70,16 +70,19 @@ class DecodeEdge(worker_pb2_grpc.DecodeWorkerServicer):
     async def _adopt(self, request: worker_pb2.AdoptRequest, emit: Emit) -> None:
         """A handed-over request from its manifest to its last token, in order."""
         sampling = after_first_token(sampling_from_wire(request.sampling))
+        tokens, first = request.manifest.tokens_in_state, request.manifest.next_token
+        kept = turn_prompt(request, prompt_tokens=tokens, block_tokens=self._prompts.block_tokens)
         holding, report = await self._reader.adopt(request.reservation_id, request.manifest)
-        stream = EventStream(self._prompts.discard)
+        turn = self._prompts.turn(request.request_id, holding, kept, (first,))
         try:
             spec = SequenceSpec(
-                request_id=self._prompts.engine_id(request.request_id),
-                ids=(request.manifest.next_token,),  # seen by no state: the first step consumes it
+                request_id=turn.engine_id,
+                ids=(first,),  # seen by no state: the first step consumes it
                 sampling=sampling,
-                restored=request.manifest.tokens_in_state,
+                restored=tokens,
+                write_back=kept is not None,
             )
-            self._prompts.engine.submit(spec, holding.reservation, stream.emit)
+            turn.submit(spec)
             adopted = worker_pb2.Adopted(
                 bytes=report.bytes,
                 transport=report.transport,
@@ -87,9 +90,9 @@ class DecodeEdge(worker_pb2_grpc.DecodeWorkerServicer):
                 verify_seconds=report.verify_seconds,
             )
             await emit(worker_pb2.DecodeEvent(adopted=adopted))
-            await self._stream(stream.batch, emit)
+            await self._stream(turn.events, emit)
         finally:
-            stream.close()
+            turn.close()
             self._reader.finish(request.reservation_id)
 
     async def _generate(self, request: worker_pb2.PrefillRequest, emit: Emit, remaining_s: float | None) -> None:
@@ -126,8 +129,6 @@ class DecodeEdge(worker_pb2_grpc.DecodeWorkerServicer):
                         tokens.tokens.append(token_to_wire(token))
                     case Finished():
                         finished = event
-                    case Failed(error=error):
-                        raise error
             if tokens.tokens:
                 now_s = time.monotonic()
                 if last_s is not None:

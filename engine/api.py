@@ -15,6 +15,7 @@ A reservation is its caller's until `release`, whatever becomes of the sequences
     retain(reservation, indices), drop(blocks)
                                        keep full blocks, unchanged, beyond their reservation's life
     stats() -> EngineStats, check()    budgets balance; run when idle
+    .progress                          layers of a running pass that are done, see LastPass
 """
 
 from __future__ import annotations
@@ -90,6 +91,13 @@ class Progress:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LastPass:
+    """The pass that ends a `hold_after_first` prompt begins: `Engine.progress` counts its layers under `number`."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SnapshotTaken:
     """The state after exactly `tokens` tokens was copied into `slot`, the receiver's until release_snapshot."""
 
@@ -118,7 +126,7 @@ class Failed:
     error: Exception
 
 
-EngineEvent = Progress | SnapshotTaken | TokenSampled | Finished | Failed
+EngineEvent = Progress | LastPass | SnapshotTaken | TokenSampled | Finished | Failed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -50,6 +50,8 @@ class Step:
     snapshots: dict[int, int] = field(default_factory=dict)  # index of a segment -> snapshot slot
     rolling: set[int] = field(default_factory=set)  # indices of segments whose rolling copy is renewed
     admitted: list[LiveSequence] = field(default_factory=list)
+    number: int = 0  # counts steps; only rises
+    closing: list[LiveSequence] = field(default_factory=list)  # held ones whose prompt ends here
     num_prompt_tokens: int = 0
     num_decode_tokens: int = 0
 
@@ -135,7 +137,7 @@ class Scheduler:
     def plan(self) -> Step | None:
         """The next step, or None when nothing can run."""
         self._assert_no_step()
-        step = Step()
+        step = Step(number=self._num_steps + 1)
         while self._waiting and len(self._running) < self.settings.max_batch_sequences:
             sequence = self._waiting.popleft()
             sequence.move(Happened.ADMITTED)
@@ -246,6 +248,8 @@ class Scheduler:
         )
         if ends_known_ids:
             step.draws.append(Draw(params=sequence.spec.sampling, position=end))
+            if sequence.spec.hold_after_first:
+                step.closing.append(sequence)
         if sequence.snapshots and sequence.snapshots[-1] == end:
             sequence.snapshots.pop()
             slot = self.ledger.take_snapshot()

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
-from engine.api import EngineStats, Failed, Finished, Reservation, SequenceSpec, TokenSampled
+from engine.api import EngineStats, Failed, Finished, LastPass, Reservation, SequenceSpec, TokenSampled
 from engine.core import Events, Scheduler, Step
 from engine.errors import ModelFailed
 from engine.observer import NullObserver, Observer, SequenceReport, StepReport
@@ -24,6 +24,7 @@ from engine.settings import EngineSettings
 from engine.spec import validate
 from engine.warm import warm
 from model.batch import Backend
+from model.progress import LayerProgress
 from moonrelay.errors import Unavailable
 
 log = logging.getLogger(__name__)
@@ -49,6 +50,7 @@ class Engine:
         on_fatal: Callable[[BaseException], None] = exit_process,
     ) -> None:
         self.backend, self.settings = backend, settings
+        self.progress = LayerProgress()
         self.pools = Pools(backend.layout(settings.block_tokens), settings)
         self._observer: Observer = observer or NullObserver()
         self._on_fatal = on_fatal
@@ -182,6 +184,9 @@ class Engine:
             return bool(events)
         for sequence in step.admitted:
             sequence.timeline.planned_s = started_s
+        if step.closing:
+            self.progress.begin(step.number)
+            self._deliver([(sequence, LastPass(number=step.number)) for sequence in step.closing], freed=False)
         ran = self._run(step)
         with self._wake:
             if isinstance(ran, ModelFailed):
@@ -229,7 +234,7 @@ class Engine:
 
     def _run(self, step: Step) -> Ran | ModelFailed:
         try:
-            return self._runner.run(step)
+            return self._runner.run(step, self.progress)
         except AssertionError:  # InvariantError is one: a bug ends the process
             raise
         except Exception as error:  # the model's edge: an operating fault ends the sequences of this step

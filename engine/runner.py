@@ -11,6 +11,7 @@ from engine.errors import NonFiniteLogits
 from engine.pools import Pools
 from engine.sampler import sample
 from model.batch import Backend
+from model.progress import LayerProgress
 from moonrelay.errors import InvariantError
 
 
@@ -29,10 +30,13 @@ class Runner:
     def __init__(self, backend: Backend, pools: Pools) -> None:
         self.backend, self.pools = backend, pools
 
-    def run(self, step: Step) -> Ran:
-        """Raises: whatever the backend raises; InvariantError if it answers in a wrong shape."""
+    def run(self, step: Step, progress: LayerProgress) -> Ran:
+        """`progress` counts layers where a prompt ends whose state somebody may want early.
+
+        Raises: whatever the backend raises; InvariantError if it answers in a wrong shape."""
         started = time.perf_counter()
-        logits = self.backend.forward(step.segments, self.pools.rows, self.pools.state)
+        watched = progress if step.closing else None
+        logits = self.backend.forward(step.segments, self.pools.rows, self.pools.state, progress=watched)
         if logits.shape[0] != len(step.draws):
             raise InvariantError(f"the backend gave {logits.shape[0]} rows of logits for {len(step.draws)} draws")
         for source, target in step.copies:

@@ -18,10 +18,11 @@ from typing import Any, Final, Protocol
 import grpc
 
 from engine.engine import Engine, exit_process
+from engine.worker.cache import PromptCache
 from engine.worker.memory import Memory
 from engine.worker.metrics import Source, WorkerMetrics
 from engine.worker.model import LoadedModel, load_model
-from engine.worker.prompt import PromptCache, PromptRunner, Spawn
+from engine.worker.prompt import PromptRunner, Spawn
 from engine.worker.service import Gate, Server
 from engine.worker.settings import WorkerSettings
 from model.errors import BackendUnavailable, ModelError

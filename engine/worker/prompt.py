@@ -11,64 +11,19 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from typing import Any, Protocol
+from typing import Any
 
-from engine.api import EngineEvent, Failed, SequenceSpec, SnapshotTaken
+from engine.api import EngineEvent, SequenceSpec, SnapshotTaken
 from engine.engine import Engine
+from engine.worker.cache import PromptCache
 from engine.worker.memory import Extent, Holding, Memory
 from engine.worker.metrics import WorkerMetrics
-from engine.worker.stream import EventStream
+from engine.worker.sums import BlockSums
+from engine.worker.turn import Bundle, Turn, TurnPrompt
 from engine.worker.wire import Prompt
-from moonrelay.stubs.v1 import common_pb2, worker_pb2
+from moonrelay.stubs.v1 import common_pb2
 
 log = logging.getLogger(__name__)
-HASH_AHEAD_BYTES = 4 << 20  # about 0.1 ms of hashing: below it a hand-over to a thread costs more than the work
-
-
-class Landing(Protocol):
-    """Reads whose bytes may still arrive in memory that the caller has given up on."""
-
-    @property
-    def pending(self) -> bool: ...
-
-    async def ended(self) -> None: ...
-
-
-class PromptCache(Protocol):
-    """The cache nodes, as a worker uses them. Expected losses are return values."""
-
-    def checked_span(self, pool: int, offset: int, length: int) -> common_pb2.Span:
-        """A range of our memory with the checksum of what is there now. From any thread."""
-        ...
-
-    def landing(self) -> Landing:
-        """For one call of `restore`."""
-        ...
-
-    async def restore(
-        self,
-        hit: worker_pb2.CacheHit,
-        root: bytes,
-        hashes: Sequence[bytes],
-        rows: Sequence[Extent],
-        state: Extent,
-        landing: Any,
-    ) -> common_pb2.CacheUsage:
-        """The cached tokens by tier: all of the hit's; or none, and why."""
-        ...
-
-    async def store(
-        self,
-        hit: worker_pb2.CacheHit | None,
-        root: bytes,
-        hashes: Sequence[bytes],
-        blocks: Sequence[tuple[int, common_pb2.Span]],
-        snapshots: Sequence[tuple[int, Sequence[common_pb2.Span]]],
-    ) -> None:
-        """Returns when nobody reads the memory any more, or what is read late no longer counts."""
-        ...
-
-
 Spawn = Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]]
 MakeSpan = Callable[[int, int, int], common_pb2.Span]  # pool, offset, length
 
@@ -81,44 +36,22 @@ class PromptRun:
     ) -> None:
         self.prompt, self.holding, self.restored = prompt, holding, restored
         self.began_s = time.monotonic()
-        self.snapshots: list[SnapshotTaken] = []
+        self.turn = runner.turn(prompt.request_id, holding, prompt.turn)
         self._runner = runner
-        self._stream = EventStream(runner.discard)
-        self._spans: dict[int, common_pb2.Span] = {}
-        self._hashing: asyncio.Task[None] | None = None
-
-    @property
-    def ended(self) -> bool:
-        return self._stream.ended
 
     async def events(self) -> list[EngineEvent]:
         """The next events, at least one step's; snapshots are kept aside. Raises: what failed the sequence."""
-        events: list[EngineEvent] = []
-        for event in await self._stream.batch():
-            match event:
-                case SnapshotTaken(slot=slot):
-                    self._runner.memory.own_snapshot(slot)
-                    self.snapshots.append(event)
-                case Failed(error=error):
-                    raise error
-                case _:
-                    events.append(event)
-        return events
+        return await self.turn.events()
 
     def hash_ahead(self, tokens: int) -> None:
         """Hash the blocks that `tokens` have filled while later chunks still run, when it is worth a hand-over."""
-        if self._hashing is not None and not self._hashing.done():
-            return
-        missing = self._missing(0, tokens // self._runner.block_tokens)
-        if len(missing) * self._runner.memory.block_bytes >= HASH_AHEAD_BYTES:
-            self._hashing = self._runner.spawn(self._hash(missing))
+        end = tokens // self._runner.block_tokens
+        if self.turn.sums.worth_starting(end):
+            self._runner.spawn(self._hash(end))
 
     async def spans(self, first: int, end: int) -> list[common_pb2.Span]:
         """Blocks [first, end) with their checksums; none of them may change any more."""
-        if self._hashing is not None:
-            await self._hashing
-        await self._hash(self._missing(first, end))
-        return [self._spans[block] for block in range(first, end)]
+        return await self.turn.sums.spans(first, end)
 
     def usage(self) -> common_pb2.CacheUsage:
         """What the cache gave, and why it gave no more as far as this worker can know."""
@@ -131,31 +64,23 @@ class PromptRun:
     def submit(self, *, hold_after_first: bool) -> None:
         restored = self.restored.cached_tokens
         spec = SequenceSpec(
-            request_id=self._runner.engine_id(self.prompt.request_id),
+            request_id=self.turn.engine_id,
             ids=self.prompt.ids[restored:],
             sampling=self.prompt.sampling,
             restored=restored,
             hold_after_first=hold_after_first,
             snapshot_at=tuple(cut for cut in self.prompt.snapshot_at if cut > restored),
+            write_back=self.turn.prompt is not None,
         )
-        self._runner.engine.submit(spec, self.holding.reservation, self._stream.emit)
+        self.turn.submit(spec)
 
     def close(self) -> None:
         """Nobody waits for events any more. Memory follows when the engine is done with it."""
-        self._stream.close()
-        for snapshot in self.snapshots:
-            self._runner.memory.drop_snapshot(snapshot.slot)
-        self.snapshots = []
+        self.turn.close()
         self.holding.drop()
 
-    def _missing(self, first: int, end: int) -> list[int]:
-        return [block for block in range(first, end) if block not in self._spans]
-
-    async def _hash(self, blocks: list[int]) -> None:
-        if not blocks:
-            return
-        extents = [self.holding.rows(block, block + 1)[0] for block in blocks]
-        self._spans.update(zip(blocks, await self._runner.checked(extents), strict=True))
+    async def _hash(self, end: int) -> None:
+        await self.turn.sums.spans(0, end)
 
 
 class PromptRunner:
@@ -201,19 +126,26 @@ class PromptRunner:
         finally:
             run.close()
 
+    def turn(self, request_id: str, holding: Holding, prompt: TurnPrompt | None, drawn: Sequence[int] = ()) -> Turn:
+        """A sequence to be submitted on `holding`; with `prompt` the turn is written back. `drawn`: ids of the turn
+        that were drawn elsewhere."""
+        return Turn(self, request_id, holding, prompt, drawn)
+
     def store(self, run: PromptRun) -> None:
         """Offer the prompt's new blocks and snapshots to the cache, beside the request. Call once it is computed."""
         prompt, first = run.prompt, run.restored.cached_tokens // self.block_tokens
         full = len(prompt.ids) // self.block_tokens
-        if self._cache is None or not prompt.store or (first >= full and not run.snapshots):
-            return
-        if self._publishing >= self._publish_inflight_max:
-            self.metrics.publish_skipped.labels("busy").inc()
-            return
-        snapshots, run.snapshots = run.snapshots, []
-        run.holding.share()
-        self._publishing += 1
-        self.spawn(self._background(self._store(self._cache, run, first, full, snapshots)))
+        taken = run.turn.take_snapshots()
+        if prompt.store and (first < full or taken):
+            offer = Bundle(hit=prompt.hit, root=prompt.root, hashes=prompt.hashes, first=first, end=full)
+            self.spawn(self._background(self._offer(offer, run.turn.sums, taken, run.holding.share())))
+        else:
+            self._drop(taken)
+
+    def write_back(self, turn: Turn) -> None:
+        """Offer what a turn adds to its prompt, once the engine has ended it, beside everything else."""
+        turn.holding.share()
+        self.spawn(self._background(self._write_back(turn)))
 
     def quarantine(self, holding: Holding, ended: Awaitable[object], then: Callable[[], None] | None = None) -> None:
         """Keep `holding` from everybody until `ended`: a read of ours may still write into it."""
@@ -264,20 +196,46 @@ class PromptRunner:
                 holding.drop()
         return (await self.memory.reserve(tokens, deadline_s) if pending else holding), restored
 
-    async def _store(
-        self, cache: PromptCache, run: PromptRun, first: int, full: int, taken: list[SnapshotTaken]
-    ) -> None:
+    async def _write_back(self, turn: Turn) -> None:
         try:
-            blocks = list(zip(range(first, full), await run.spans(first, full), strict=True))
-            snapshots = [
-                (s.tokens // self.block_tokens, await self.checked(self.memory.slot_parts(s.slot))) for s in taken
-            ]
-            await cache.store(run.prompt.hit, run.prompt.root, run.prompt.hashes, blocks, snapshots)
+            await turn.ended()
+            bundle = turn.bundle(self.block_tokens)
+            if bundle is not None:
+                taken = turn.take_snapshots(bundle.end * self.block_tokens)
+                await self._offer(bundle, turn.sums, taken, turn.holding.share())
         finally:
-            self._publishing -= 1
-            for snapshot in taken:
-                self.memory.drop_snapshot(snapshot.slot)
-            run.holding.drop()
+            turn.end()
+            turn.holding.drop()
+
+    async def _offer(self, bundle: Bundle, sums: BlockSums, taken: Sequence[SnapshotTaken], holding: Holding) -> None:
+        """Publish, unless enough publishes run already; then give the snapshots and the memory back."""
+        try:
+            if self._cache is None:
+                return
+            if self._publishing >= self._publish_inflight_max:
+                self.metrics.publish_skipped.labels("busy").inc()
+                return
+            self._publishing += 1
+            try:
+                await self._publish(self._cache, bundle, sums, taken)
+            finally:
+                self._publishing -= 1
+        finally:
+            self._drop(taken)
+            holding.drop()
+
+    async def _publish(
+        self, cache: PromptCache, bundle: Bundle, sums: BlockSums, taken: Sequence[SnapshotTaken]
+    ) -> None:
+        blocks = zip(range(bundle.first, bundle.end), await sums.spans(bundle.first, bundle.end), strict=True)
+        snapshots = [
+            (s.tokens // self.block_tokens, await self.checked(self.memory.slot_parts(s.slot))) for s in taken
+        ]
+        await cache.store(bundle.hit, bundle.root, bundle.hashes, list(blocks), snapshots)
+
+    def _drop(self, taken: Sequence[SnapshotTaken]) -> None:
+        for snapshot in taken:
+            self.memory.drop_snapshot(snapshot.slot)
 
     async def _await_end(self, holding: Holding, ended: Awaitable[object], then: Callable[[], None] | None) -> None:
         await ended

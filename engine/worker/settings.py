@@ -37,6 +37,7 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     prefill_share_tokens: int = 128
     max_batch_sequences: int = 32
     queue_len_max: int = 256  # waiting for memory, and again for a place in the batch
+    writeback: Literal["on", "off", "adaptive"] = "adaptive"  # see EngineSettings
     admission_wait_ms: int = 30_000  # the longest a prompt waits for memory
 
     cache: bool = True  # fetch from and publish to the cache nodes

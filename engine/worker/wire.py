@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from engine.api import SampledToken, SamplingParams
+from engine.worker.turn import TurnPrompt
 from model.batch import PoolLayout
 from moonrelay.errors import ContextLengthExceeded, InvalidRequest
 from moonrelay.ids import PrefixHash
@@ -20,7 +21,10 @@ FINISH: dict[str, common_pb2.FinishReason] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
-    """A checked PrefillRequest. `hit` stays in its wire form: only the cache client reads it."""
+    """A checked PrefillRequest. `hit` stays in its wire form: only the cache client reads it.
+
+    `turn`: what the turn is written back to; None where it is not.
+    """
 
     request_id: str
     ids: Sequence[int]
@@ -30,6 +34,7 @@ class Prompt:
     hit: worker_pb2.CacheHit | None
     snapshot_at: tuple[int, ...]
     store: bool
+    turn: TurnPrompt | None = None
 
 
 def prompt_from_wire(request: worker_pb2.PrefillRequest, *, block_tokens: int, max_context: int) -> Prompt:
@@ -58,6 +63,9 @@ def prompt_from_wire(request: worker_pb2.PrefillRequest, *, block_tokens: int, m
         hit=hit,
         snapshot_at=cuts,
         store=request.store,
+        turn=TurnPrompt(root=request.root, hashes=hashes, tail=ids[len(hashes) * block_tokens :], hit=hit)
+        if request.write_back
+        else None,
     )
 
 
