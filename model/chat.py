@@ -194,3 +194,39 @@ def argument_text(value: Any, param: str) -> str:
         raise RenderError(f"{param}: nested too deeply", param=param) from None
     except (TypeError, ValueError) as error:
         raise RenderError(f"{param}: expected JSON, but {error}", param=param) from error
+
+
+def in_call_order(messages: Sequence[Object]) -> list[tuple[Object, str]]:
+    """Messages with their field names, each run of tool results in the order of the calls they answer.
+
+    Only a run of which every result's id is known is sorted; each result then carries its call's name.
+    """
+    ordered: list[tuple[Object, str]] = []
+    run: list[tuple[Object, str]] = []
+    calls: dict[str, tuple[int, str]] = {}
+    for index, message in enumerate(messages):
+        param = f"messages[{index}]"
+        if message["role"] == "tool":
+            run.append((message, param))
+            continue
+        ordered += _sorted_run(run, calls)
+        run = []
+        if message["role"] == "assistant":
+            calls = {}
+            for position, call in enumerate(tool_calls(message, param)):
+                if call.id is not None:
+                    calls.setdefault(call.id, (position, call.name))
+        ordered.append((message, param))
+    return ordered + _sorted_run(run, calls)
+
+
+def _sorted_run(run: list[tuple[Object, str]], calls: Mapping[str, tuple[int, str]]) -> list[tuple[Object, str]]:
+    answered = []
+    for message, param in run:
+        call_id = message.get("tool_call_id", message.get("id"))
+        if call_id is None or as_text(call_id, f"{param}.tool_call_id") not in calls:
+            return run
+        position, name = calls[call_id]
+        answered.append((position, {**message, "tool": name}, param))
+    answered.sort(key=lambda item: item[0])
+    return [(message, param) for _, message, param in answered]

@@ -7,14 +7,14 @@ format), the generation prefix. Which text may become special ids is decided her
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final, Literal, Protocol
 
 from model import chat
 from model.chat import Call, Object, RenderError, refuse
 from model.xtml import IMAGE_PLACEHOLDER, Segment, SegmentWriter, value_type
 
-__all__ = ["CheckpointHint", "Prompt", "RenderError", "Rendered", "encode", "render"]
+__all__ = ["CheckpointHint", "Prompt", "RenderError", "Rendered", "encode", "render", "render_reply"]
 
 EFFORTS: Final = ("low", "medium", "high", "max")
 DEFAULT_EFFORT: Final = "max"
@@ -63,13 +63,17 @@ class Rendered:
     """A prompt before tokenisation.
 
     `thinking`: generation starts inside the think channel (else inside the response);
-    `one_shot`: one-shot system messages stand before the generation, so the turn's end is no reusable prefix.
+    `one_shot`: one-shot system messages stand before the generation, so the turn's end is no reusable prefix;
+    `turns`: [start, end) in segments of what the model generated of each assistant message, end mark included;
+    `generation`: where the generation prefix begins.
     """
 
     segments: tuple[Segment, ...]
     hints: tuple[CheckpointHint, ...]
     thinking: bool
     one_shot: bool
+    turns: tuple[tuple[int, int], ...] = ()
+    generation: int = 0
 
     @property
     def text(self) -> str:
@@ -78,33 +82,51 @@ class Rendered:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
-    """A tokenised prompt. `assistant_spans`: ascending [start, end) of tokens that an assistant produces."""
+    """A tokenised prompt. `assistant_spans`: ascending [start, end) of tokens that an assistant produces;
+    `starts`: where each segment begins, in tokens, and at the end the number of tokens.
+    """
 
     ids: list[int]
     checkpoint_hints: tuple[CheckpointHint, ...]
     assistant_spans: tuple[tuple[int, int], ...]
+    starts: tuple[int, ...] = field(default=(), compare=False)
 
 
 class Encoder(Protocol):
     def encode(self, text: str, *, allow_special: bool = False) -> list[int]: ...
 
 
-def encode(rendered: Rendered, tokenizer: Encoder) -> Prompt:
-    """Tokenise a rendered prompt, its hints moved from segments to tokens."""
+Given = Mapping[int, tuple[Sequence[int], int]]
+
+
+def encode(rendered: Rendered, tokenizer: Encoder, given: Given | None = None) -> Prompt:
+    """Tokenise a rendered prompt, its hints moved from segments to tokens.
+
+    `given`: at a segment the ids of it and its followers, and the segment that comes after them. No hint may lie
+    between the two.
+    """
     ids: list[int] = []
     starts: list[int] = []
     spans: list[tuple[int, int]] = []
-    for segment in rendered.segments:
+    given = given or {}
+    for index, segment in enumerate(rendered.segments):
         start = len(ids)
-        starts.append(start)
-        ids += tokenizer.encode(segment.text, allow_special=segment.allow_special)
+        if index < len(starts):
+            continue  # its ids were given
+        if index in given:
+            known, after = given[index]
+            ids += known
+            starts += [start] * (after - index)
+        else:
+            starts.append(start)
+            ids += tokenizer.encode(segment.text, allow_special=segment.allow_special)
         if segment.is_assistant:
             if spans and spans[-1][1] == start:
                 start = spans.pop()[0]
             spans.append((start, len(ids)))
     starts.append(len(ids))
     hints = tuple(CheckpointHint(starts[hint.offset], hint.kind) for hint in rendered.hints)
-    return Prompt(ids=ids, checkpoint_hints=hints, assistant_spans=tuple(spans))
+    return Prompt(ids=ids, checkpoint_hints=hints, assistant_spans=tuple(spans), starts=tuple(starts))
 
 
 def render(
@@ -135,7 +157,7 @@ def render(
     conversation = _Conversation(page, thinking)
     lead_end = len(page.segments)
     leading = True
-    for message, param in _in_call_order(messages):
+    for message, param in chat.in_call_order(messages):
         leading = leading and message["role"] in ("system", "developer")
         conversation.write(message, param)
         lead_end = len(page.segments) if leading else lead_end
@@ -144,6 +166,7 @@ def render(
     one_shot = _one_shot_notices(request)
     for kind, body in one_shot:
         page.notice(kind, body)
+    generation = len(page.segments)
     if chat.flag(request, "add_generation_prompt", True):
         page.open("message", [("role", "assistant")])
         page.open("think" if thinking else "response")
@@ -154,7 +177,21 @@ def render(
         hints=(*hints, CheckpointHint(last_end, 1)),
         thinking=thinking,
         one_shot=bool(one_shot),
+        turns=tuple(conversation.turns),
+        generation=generation,
     )
+
+
+def render_reply(message: Object, *, thinking: bool) -> tuple[Segment, ...]:
+    """What the model generated of an assistant message, as a later request's conversation will hold it.
+
+    Raises: RenderError.
+    """
+    page = _Page(None, False)
+    conversation = _Conversation(page, thinking)
+    conversation.write({**message, "role": "assistant"}, "reply")
+    (start, end) = conversation.turns[0]
+    return tuple(page.segments[start:end])
 
 
 def _effort(request: Object) -> str | None:
@@ -212,42 +249,6 @@ def _schema(wanted: Any) -> Object:
     return outer
 
 
-def _in_call_order(messages: list[Object]) -> list[tuple[Object, str]]:
-    """Messages with their field names, each run of tool results in the order of the calls they answer.
-
-    Only a run of which every result's id is known is sorted; each result then carries its call's name.
-    """
-    ordered: list[tuple[Object, str]] = []
-    run: list[tuple[Object, str]] = []
-    calls: dict[str, tuple[int, str]] = {}
-    for index, message in enumerate(messages):
-        param = f"messages[{index}]"
-        if message["role"] == "tool":
-            run.append((message, param))
-            continue
-        ordered += _sorted_run(run, calls)
-        run = []
-        if message["role"] == "assistant":
-            calls = {}
-            for position, call in enumerate(chat.tool_calls(message, param)):
-                if call.id is not None:
-                    calls.setdefault(call.id, (position, call.name))
-        ordered.append((message, param))
-    return ordered + _sorted_run(run, calls)
-
-
-def _sorted_run(run: list[tuple[Object, str]], calls: Mapping[str, tuple[int, str]]) -> list[tuple[Object, str]]:
-    answered = []
-    for message, param in run:
-        call_id = message.get("tool_call_id", message.get("id"))
-        if call_id is None or chat.as_text(call_id, f"{param}.tool_call_id") not in calls:
-            return run
-        position, name = calls[call_id]
-        answered.append((position, {**message, "tool": name}, param))
-    answered.sort(key=lambda item: item[0])
-    return [(message, param) for _, message, param in answered]
-
-
 class _Page(SegmentWriter):
     """A segment writer that knows system notices and what to do with images."""
 
@@ -302,9 +303,13 @@ class _Page(SegmentWriter):
 
 
 class _Conversation:
-    """Writes messages in order; remembers the last assistant's calls, which tool results number and name."""
+    """Writes messages in order; remembers the last assistant's calls, which tool results number and name.
+
+    `turns`: [start, end) of each assistant message behind the generation prefix.
+    """
 
     def __init__(self, page: _Page, thinking: bool) -> None:
+        self.turns: list[tuple[int, int]] = []
         self._page = page
         self._thinking = thinking
         self._calls: tuple[Call, ...] = ()
@@ -333,10 +338,13 @@ class _Conversation:
             key = "reasoning_content" if message.get("reasoning_content") else "reasoning"
             reasoning = chat.optional_text(message, key, param)
             page.open("think")
+            start = len(page.segments)
             if reasoning.strip():
                 page.user_text(reasoning, f"{param}.{key}")
             page.close("think")
         page.open("response")
+        if not self._thinking:
+            start = len(page.segments)
         if message.get("content") is not None:
             page.content(message["content"], f"{param}.content")
         page.close("response")
@@ -347,6 +355,7 @@ class _Conversation:
             page.close("tools")
         page.end_message()
         page.is_assistant = False
+        self.turns.append((start, len(page.segments)))
 
     def _call(self, call: Call, index: int, param: str) -> None:
         page = self._page

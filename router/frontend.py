@@ -12,6 +12,7 @@ from router.edge import Workers
 from router.fleet import Fleet, Index
 from router.grpc import GrpcServer
 from router.http import HttpFrontend, listen
+from router.idstore import IdStore
 from router.metrics import RouterMetrics
 from router.service import ServedModel, Service
 from router.settings import RouterSettings, host_and_port
@@ -57,6 +58,7 @@ async def start(
     model: ServedModel,
     fleet: Fleet,
     index: Index,
+    ids: IdStore,
     group: asyncio.TaskGroup,
     on_fatal: Callable[[BaseException], None],
 ) -> Frontends:
@@ -78,6 +80,7 @@ async def start(
         model=model,
         fleet=fleet,
         index=index,
+        ids=ids,
         workers=workers,
         metrics=RouterMetrics(model.name),
         on_fatal=on_fatal,

@@ -23,6 +23,7 @@ from moonrelay.membership import Load, Member, Membership
 from moonrelay.valkey import check_policy, connect
 from router.cluster import ClusterIndex, MemberFleet
 from router.frontend import Frontends, start
+from router.idstore import RedisIdStore
 from router.service import ServedModel
 from router.settings import RouterSettings
 
@@ -54,7 +55,13 @@ def load_model(settings: RouterSettings) -> ServedModel:
         sizes = f"{tokenizer.vocab_size} tokens, config.json says {config.vocab_size}"
         raise SettingsError(f"model_dir: {folder}: the tokenizer has {sizes}")
     name = settings.served_model_name or folder.resolve().name
-    return ServedModel(name=name, tokenizer=tokenizer, context_len=config.context_len, created=int(time.time()))
+    return ServedModel(
+        name=name,
+        tokenizer=tokenizer,
+        context_len=config.context_len,
+        created=int(time.time()),
+        tokenizer_revision=tokenizer_revision(folder),
+    )
 
 
 async def run(settings: RouterSettings, model: ServedModel) -> int:
@@ -74,9 +81,16 @@ async def run(settings: RouterSettings, model: ServedModel) -> int:
     epoch = await membership.next_epoch()
     async with asyncio.TaskGroup() as group:
         beating = group.create_task(beat(membership, on_fatal))
-        fleet = MemberFleet(membership, tokenizer_revision(Path(settings.model_dir)))
+        fleet = MemberFleet(membership, model.tokenizer_revision)
         index = ClusterIndex(redis, membership, settings.rpc_timeout_ms / 1e3)
-        frontends = await start(settings, model, fleet, index, group, on_fatal)
+        ids = RedisIdStore(
+            redis,
+            ttl_s=settings.ids_ttl_s,
+            bytes_max=settings.ids_bytes_max,
+            timeout_s=settings.ids_timeout_ms / 1e3,
+            usable=lambda: membership.stale_since is None,
+        )
+        frontends = await start(settings, model, fleet, index, ids, group, on_fatal)
         await membership.join(member(settings, frontends, epoch))
         watch = group.create_task(frontends.watch())
         write_ready_file(settings, frontends, epoch)

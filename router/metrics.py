@@ -80,6 +80,7 @@ class RouterMetrics:
         self.cached = {tier: cached.labels(tier) for tier in TIERS}
         lost = counter("lost_tokens", "Prompt tokens that had to be computed.", "reason")
         self.lost = {reason: lost.labels(reason) for reason in LOST_REASONS}
+        self.recalled = counter("recalled_tokens", "Prompt tokens taken as earlier turns generated them.")
         losses = counter("workers_lost", "Workers that failed under a request.", "phase")
         self.losses = {phase: losses.labels(phase) for phase in LOSS_PHASES}
         refused = counter("refused", "Requests not admitted.", "reason")

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from model.output import ContentDelta, ReasoningDelta, ToolCallArguments, ToolCallStart, tool_call_id
 from model.parser import OutputParser
@@ -52,6 +52,10 @@ class Output(Protocol):
         """What was held back, when generation has ended by itself."""
         ...
 
+    def message(self) -> Mapping[str, Any] | None:
+        """All that was said, as an assistant message; None where it is none. Called once, at the end."""
+        ...
+
 
 class TextOutput:
     """A plain completion: text without special tokens."""
@@ -76,6 +80,9 @@ class TextOutput:
         text = self._stops.push(self._decoder.flush())
         return Piece(content=text + ("" if self.stopped else self._stops.flush()))
 
+    def message(self) -> None:
+        return None
+
 
 class ChatOutput:
     """A chat turn: reasoning, content and tool calls. Stop strings are looked for in the content alone.
@@ -91,6 +98,7 @@ class ChatOutput:
         self._stops = StopMatcher(stops)
         self._markers = (tokenizer.open, tokenizer.close, tokenizer.end_of_msg)
         self._thinking = thinking
+        self._said: list[str] = []  # content that has left: less than was generated where a stop string cut it
         self.called_tools = False
         self.reasoning_tokens = 0
 
@@ -113,10 +121,15 @@ class ChatOutput:
                 self.called_tools = True
                 piece.content += self._stops.flush()  # the content is over, so nothing can complete a stop string
                 piece.calls.append(delta)
+        self._said.append(piece.content)
         return piece
 
     def finish(self) -> Piece:
         return Piece(content="" if self.stopped else self._stops.flush())
+
+    def message(self) -> Mapping[str, Any]:
+        message = self._parser.finish().message()
+        return {**message, "content": "".join(self._said), "tool_calls": None} if self.stopped else message
 
     def _count_reasoning(self, ids: Sequence[int]) -> None:
         """Reasoning is what comes before the first marker."""

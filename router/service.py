@@ -21,12 +21,14 @@ from router.admission import Admission, Refused
 from router.core import Need, Plan, WorkerKey
 from router.edge import NoRoom, WorkerLost, Workers
 from router.fleet import ROLES, Fleet, Index
+from router.idstore import IdStore
 from router.ledger import Ledger
 from router.legs import Leg, Legs
 from router.lookup import Lookups
 from router.metrics import CLIENT_GONE, RouterMetrics
 from router.output import ChatOutput, TextOutput
-from router.prompt import Prompt, prepare, token_limit
+from router.prompt import Draft, Prompt, draft, token_limit, tokenise
+from router.recall import Recall
 from router.schema import GenerationRequest
 from router.settings import RouterSettings
 from router.turn import Call, ClientGone, Result, Sink, Turn
@@ -46,6 +48,7 @@ class ServedModel:
     tokenizer: Tokenizer
     context_len: int
     created: int
+    tokenizer_revision: str = ""
 
 
 class Service:
@@ -58,6 +61,7 @@ class Service:
         model: ServedModel,
         fleet: Fleet,
         index: Index,
+        ids: IdStore,
         workers: Workers,
         metrics: RouterMetrics,
         on_fatal: Callable[[BaseException], None],
@@ -76,6 +80,7 @@ class Service:
         )
         self.ledger = Ledger(suspect_s=settings.suspect_ms / 1e3)
         self._threads = ThreadPoolExecutor(PREPARE_THREADS, thread_name_prefix="prepare")
+        self._recall = Recall(ids, model.tokenizer, model.tokenizer_revision, self._threads)
         self._lookups = Lookups(index, self._threads, metrics)
         self._legs = Legs(workers, self.ledger, metrics, stall_s=settings.stall_timeout_ms / 1e3)
         self._clocks: set[asyncio.Timeout] = set()
@@ -187,8 +192,8 @@ class Service:
     async def _live(self, request: GenerationRequest, call: Call, sink: Sink) -> Result:
         """The whole life of a request, in order; details live one call down."""
         async with self.admission.place():
-            prompt = await self._prepare(request, call)
-            turn = self._begin(request, call, prompt, sink)
+            drafted, prompt = await self._prepare(request, call)
+            turn = self._begin(call, drafted, prompt, sink)
             while not turn.ended:
                 try:
                     lookup = await self._lookups.ask(turn, await self._fingerprint(turn))
@@ -199,27 +204,33 @@ class Service:
                     turn.full.add(full.worker.key)
                 except WorkerLost as lost:
                     self._after_loss(turn, lost)
-            return await turn.finish()
+            result = await turn.finish()
+            # Before the client is told: its next request may come at once, and to another router.
+            await self._recall.keep(turn)
+            return result
 
-    async def _prepare(self, request: GenerationRequest, call: Call) -> Prompt:
-        """Render and tokenise, in a thread where that would hold up other streams."""
-        began, limit = time.perf_counter(), self.context_len
+    async def _prepare(self, request: GenerationRequest, call: Call) -> tuple[Draft, Prompt]:
+        """Render, recall and tokenise, in a thread where that would hold up other streams."""
+        began, limit, tokenizer = time.perf_counter(), self.context_len, self.model.tokenizer
         self.metrics.stage["queue"].observe(began - call.arrived_s)
-        if call.size > OFF_LOOP_BYTES:
-            prompt = await self.in_thread(lambda: prepare(request, self.model.tokenizer, limit))
-        else:
-            prompt = prepare(request, self.model.tokenizer, limit)
+        salt = self._recall.salt(call.tenant)
+        work = self.in_thread if call.size > OFF_LOOP_BYTES else _at_once
+        drafted = await work(lambda: draft(request, salt))
+        recalled = await self._recall.find(drafted)
+        prompt = await work(lambda: tokenise(drafted, tokenizer, limit, recalled))
+        self.metrics.recalled.inc(prompt.recalled_tokens)
         self.metrics.stage["prepare"].observe(time.perf_counter() - began)
-        return prompt
+        return drafted, prompt
 
-    def _begin(self, request: GenerationRequest, call: Call, prompt: Prompt, sink: Sink) -> Turn:
-        tokenizer = self.model.tokenizer
+    def _begin(self, call: Call, drafted: Draft, prompt: Prompt, sink: Sink) -> Turn:
+        request, tokenizer = drafted.request, self.model.tokenizer
         limit = token_limit(request, prompt.ids, self.context_len, self.settings.default_max_tokens)
         chat = request.kind == "chat"
         stop_ids = (tokenizer.end_of_msg,) if chat else (tokenizer.eos, tokenizer.end_of_msg)
         turn = Turn(
             request=request,
             call=call,
+            draft=drafted,
             prompt=prompt,
             max_tokens=limit,
             seed=self._random.getrandbits(64) if request.seed is None else request.seed,
@@ -321,3 +332,7 @@ class Service:
         spent = turn.retries > limits.retries_max or turn.recoveries > limits.recoveries_max
         if not turn.ended and (spent or turn.attempts >= limits.attempts_max):
             raise lost
+
+
+async def _at_once(work: Callable[[], T]) -> T:
+    return work()

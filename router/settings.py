@@ -37,6 +37,9 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     retries_max: int = 1  # workers lost before the first token reached the client
     recoveries_max: int = 2  # workers lost after it
     attempts_max: int = 8  # all tries of a request, those that reached nobody included
+    ids_ttl_s: int = 14_400  # how long a turn's generated ids wait for the request that sends its text back
+    ids_bytes_max: int = 1 << 20  # of one turn; a longer one is tokenised anew
+    ids_timeout_ms: int = 100  # for asking Redis about them: not knowing costs less than waiting
     drain_ms: int = 8_000  # what requests in flight are given when the process is told to stop
 
     def __post_init__(self) -> None:

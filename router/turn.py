@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Literal, Protocol
 
 from moonrelay.errors import ServeError
 from moonrelay.stubs.v1 import common_pb2
@@ -14,7 +14,7 @@ from router.core import CacheAccount, WorkerKey
 from router.edge import sampled
 from router.metrics import RouterMetrics
 from router.output import Output, Piece
-from router.prompt import Prompt
+from router.prompt import Draft, Prompt
 from router.schema import GenerationRequest
 
 FinishReason = Literal["stop", "length", "tool_calls"]
@@ -89,6 +89,7 @@ class Turn:
         *,
         request: GenerationRequest,
         call: Call,
+        draft: Draft,
         prompt: Prompt,
         max_tokens: int,
         seed: int,
@@ -99,6 +100,7 @@ class Turn:
     ) -> None:
         self.request = request
         self.call = call
+        self.draft = draft
         self.prompt = prompt
         self.max_tokens = max_tokens
         self.generated: list[int] = []
@@ -183,6 +185,10 @@ class Turn:
             account=self.account,
             served=self.served,
         )
+
+    def message(self) -> Mapping[str, Any] | None:
+        """What the client has of a chat's turn, as it will send it back; None where it cannot be known."""
+        return self._output.message()
 
     def _together(self, tokens: Sequence[common_pb2.Token]) -> Piece:
         kept = tokens[: self.remaining]

@@ -14,6 +14,8 @@ from typing import Any
 import aiohttp
 from fake_workers import TOKENIZER, FakeModel, FakeWorker
 
+from model.spelling import Spelling
+from model.splice import Reply
 from moonrelay.stubs.v1 import worker_pb2
 from router.core import Worker
 from router.fleet import Match, cold
@@ -86,6 +88,32 @@ class FakeIndex:
         )
 
 
+class FakeIds:
+    """The id store in memory: what is kept is there, `away` loses everything."""
+
+    def __init__(self) -> None:
+        self.kept_turns: dict[tuple[bytes, bytes], Reply] = {}
+        self.kept_texts: dict[tuple[bytes, bytes], list[Spelling]] = {}
+        self.away = False
+        self.asked = 0
+
+    async def turns(self, tag: bytes, keys: Sequence[bytes]) -> list[Reply | None]:
+        self.asked += 1
+        return [None if self.away else self.kept_turns.get((tag, key)) for key in keys]
+
+    async def texts(self, tag: bytes, heads: Sequence[bytes]) -> list[Spelling]:
+        self.asked += 1
+        return [] if self.away else [one for head in heads for one in self.kept_texts.get((tag, head), [])]
+
+    async def keep_turn(self, tag: bytes, key: bytes, reply: Reply) -> None:
+        if not self.away:
+            self.kept_turns[tag, key] = reply
+
+    async def keep_text(self, tag: bytes, head: bytes, spelling: Spelling) -> None:
+        if not self.away:
+            self.kept_texts.setdefault((tag, head), []).insert(0, spelling)
+
+
 @dataclass
 class Cluster:
     """A router over HTTP and gRPC, its fakes, and a client session."""
@@ -150,7 +178,9 @@ def settings(**changes: Any) -> RouterSettings:
 
 
 @asynccontextmanager
-async def cluster(roles: Sequence[str] = ("prefill", "decode"), **changes: Any) -> AsyncIterator[Cluster]:
+async def cluster(
+    roles: Sequence[str] = ("prefill", "decode"), ids: FakeIds | None = None, **changes: Any
+) -> AsyncIterator[Cluster]:
     """A running router before fresh fakes, one for each role; a role named twice is numbered."""
     model = FakeModel()
     workers = {}
@@ -159,7 +189,7 @@ async def cluster(roles: Sequence[str] = ("prefill", "decode"), **changes: Any) 
         workers[name] = await FakeWorker(model, role, name).start()
     fleet, index, fatal = FakeFleet(list(workers.values())), FakeIndex(), []
     async with asyncio.TaskGroup() as group:
-        frontends = await start(settings(**changes), MODEL, fleet, index, group, fatal.append)
+        frontends = await start(settings(**changes), MODEL, fleet, index, ids or FakeIds(), group, fatal.append)
         watch = group.create_task(frontends.watch())
         try:
             async with aiohttp.ClientSession() as session:
