@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     import torch
 
     from model.config import ModelConfig
+    from model.progress import LayerProgress
 
 FLOAT_BYTES = 4  # rows and state are fp32 in the pools; narrower stored forms are converted at their edge
 
@@ -78,11 +79,19 @@ class Backend(Protocol):
 
     def layout(self, block_tokens: int) -> PoolLayout: ...
 
-    def forward(self, segments: Sequence[Segment], rows: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self,
+        segments: Sequence[Segment],
+        rows: torch.Tensor,
+        state: torch.Tensor,
+        *,
+        progress: LayerProgress | None = None,
+    ) -> torch.Tensor:
         """Consume every segment's ids; append their rows and advance their slots in place; return logits.
 
         Shapes: rows [num_blocks, block_floats] fp32; state [num_slots, slot_floats] fp32 (both contiguous, CPU);
                 result [sum of num_logits, vocab] fp32, in segment order.
+        `progress`, if given, counts the KDA layers whose state is final for every segment that ends in this pass.
         A slot at start 0 is treated as zero whatever it holds, so a reused slot needs no clearing.
         A row's result depends on its own sequence alone, never on the batch, the chunking or the thread count
         (see `DESIGN.md`, numerics), within one backend.

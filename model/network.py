@@ -20,6 +20,7 @@ from model.ops.moe.grouped import combine
 from model.ops.moe.routing import route
 from model.ops.norm import rms_norm
 from model.ops.pointwise import sigmoid
+from model.progress import LayerProgress
 from model.residual import BlockResidual, PlainResidual, Residual
 from moonrelay.errors import InvariantError
 
@@ -105,7 +106,13 @@ class TorchBackend:
 
     @torch.inference_mode()
     def forward(
-        self, segments: Sequence[Segment], rows: torch.Tensor, state: torch.Tensor, *, taps: Taps | None = None
+        self,
+        segments: Sequence[Segment],
+        rows: torch.Tensor,
+        state: torch.Tensor,
+        *,
+        progress: LayerProgress | None = None,
+        taps: Taps | None = None,
     ) -> torch.Tensor:
         """See `model.batch.Backend.forward`. `taps`, if given, is filled.
 
@@ -122,6 +129,8 @@ class TorchBackend:
             x = rms_norm(residual.attention_input(index, layer), layer.input_norm, eps)
             if isinstance(layer.attention, KdaLayer):
                 attended = self._kda(layer.attention, x, batch, self._place[index])
+                if progress is not None:
+                    progress.layer_done()
             else:
                 attended = self._mla(layer.attention, x, batch, self._place[index])
             x = rms_norm(residual.ffn_input(layer, attended), layer.post_norm, eps)

@@ -35,6 +35,7 @@ struct Pass {
     int64_t pool_slots, slot_floats;
     int32_t block_tokens;
     float* out;
+    Progress* progress;  // or null
 };
 
 std::string at(int segment) { return "segment " + std::to_string(segment) + ": "; }
@@ -85,8 +86,12 @@ void run(Model& m, const Pass& p) {
     b.pool_rows = p.rows, b.block_floats = p.block_floats, b.block_tokens = p.block_tokens;
     b.pool_state = p.state, b.slot_floats = p.slot_floats;
     b.ids = p.ids, b.logits = p.out;
+    int64_t left = 0;
+    for (int s = 0; s < p.num_segments; ++s) left += p.tokens[s];
     const auto flush = [&] {
         if (!b.rows) return;
+        left -= b.rows;
+        b.progress = left ? nullptr : p.progress;
         m.forward(b);
         for (const Segment& s : b.segments) b.logits += int64_t(s.num_logits()) * m.config.vocab;
         b.ids += b.rows, b.rows = 0;

@@ -22,6 +22,7 @@ from moonrelay.errors import InvariantError
 if TYPE_CHECKING:
     from model.config import ModelConfig
     from model.native.loader import WeightSource
+    from model.progress import LayerProgress
 
 WRONG_PASS = 2  # mr_forward: refused before anything was touched
 
@@ -84,7 +85,14 @@ class NativeBackend:
     def layout(self, block_tokens: int) -> PoolLayout:
         return self.config.pool_layout(block_tokens)
 
-    def forward(self, segments: Sequence[Segment], rows: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self,
+        segments: Sequence[Segment],
+        rows: torch.Tensor,
+        state: torch.Tensor,
+        *,
+        progress: LayerProgress | None = None,
+    ) -> torch.Tensor:
         """See `Backend.forward`. Raises BatchError (nothing touched) or MemoryError (rows and state undefined)."""
         layout = self._check_pools(rows, state)
         try:
@@ -95,6 +103,7 @@ class NativeBackend:
         work = Pass(
             len(segments), *(a.buffer_info()[0] for a in arrays),
             rows.data_ptr(), *rows.shape, state.data_ptr(), *state.shape, layout.block_tokens, out.data_ptr(),
+            None if progress is None else progress.address,
         )  # fmt: skip
         with self._one_pass:
             status = self._lib.mr_forward(self._handle, ctypes.byref(work))

@@ -55,6 +55,7 @@ class Pass(ctypes.Structure):
         ("slot_floats", c_int64),
         ("block_tokens", c_int32),
         ("out", c_void_p),
+        ("progress", c_void_p),
     )
 
 

@@ -1,5 +1,6 @@
 #include "network.h"
 
+#include <sys/eventfd.h>
 #include <time.h>
 
 #include <stdexcept>
@@ -22,6 +23,12 @@ double now(Clock clock) {
     timespec t;
     clock_gettime(clock == Clock::kCpu ? CLOCK_THREAD_CPUTIME_ID : CLOCK_MONOTONIC, &t);
     return double(t.tv_sec) + 1e-9 * double(t.tv_nsec);
+}
+
+// Counted after the layer's writes, so that whoever sees the count sees them. A full counter only loses a wake-up.
+void Progress::layer_done() {
+    __atomic_fetch_add(&value, 1, __ATOMIC_RELEASE);
+    if (__atomic_load_n(&watchers, __ATOMIC_RELAXED)) eventfd_write(fd, 1);
 }
 
 Model::Model(const Config& c, const uint8_t* layer_kinds, int threads)
@@ -158,6 +165,7 @@ void Model::forward(Batch batch) {
             mla(layer, batch);
         } else {
             kda(layer, batch);
+            if (batch.progress) batch.progress->layer_done();
             if (last) batch = narrow(batch, blocks, s_.mixed);
         }
         if (!batch.rows) return;

@@ -71,6 +71,13 @@ struct Segment {
     int num_logits() const { return logits == kAllLogits ? tokens : logits == kLastLogits; }
 };
 
+// Mirrored by model/progress.py: KDA layers whose state is final, and whom to wake.
+struct Progress {
+    int64_t value;
+    int32_t watchers, fd;
+    void layer_done();
+};
+
 // Some successive queries of a segment and some of their heads: one task's share of attention.
 struct MlaWork {
     const Segment* segment;
@@ -88,6 +95,7 @@ struct Batch {
     float* pool_state = nullptr;
     int64_t slot_floats = 0;
     float* logits = nullptr;
+    Progress* progress = nullptr;  // set in a pass's last tile, if anybody wants it
 
     float* row(const Segment& s, const Config& c, int mla_index, int64_t position) const {
         return pool_rows + s.blocks[position / block_tokens] * block_floats +

@@ -63,10 +63,10 @@ class GatedBackend(ToyBackend):
         super().__init__()
         self.inside, self.go_on = threading.Semaphore(0), threading.Semaphore(0)
 
-    def forward(self, segments, rows, state):
+    def forward(self, segments, rows, state, *, progress=None):
         self.inside.release()
         assert self.go_on.acquire(timeout=DEADLINE_S)
-        return super().forward(segments, rows, state)
+        return super().forward(segments, rows, state, progress=progress)
 
     def enter(self) -> None:
         assert self.inside.acquire(timeout=DEADLINE_S)

@@ -40,7 +40,9 @@ class ToyBackend:
             value_dim=2, conv_history=3,
         )  # fmt: skip
 
-    def forward(self, segments: Sequence[Segment], rows: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self, segments: Sequence[Segment], rows: torch.Tensor, state: torch.Tensor, *, progress=None
+    ) -> torch.Tensor:
         self.batches.append([(s.start, len(s.ids)) for s in segments])
         slots = [s.slot for s in segments]
         assert len(set(slots)) == len(slots), "two segments share a slot"
