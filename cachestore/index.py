@@ -1,261 +1,183 @@
 """The index in Redis: which node holds which block and snapshot, and the one script that finds a prompt's hit.
 
 Keys, all of a root under the hash tag `{root}` (hex), so that one script touches one slot and tenants spread:
-    mr:{root}:block:NODE:EPOCH     hash: prefix hash -> msgpack of `Entry`
-    mr:{root}:snap:NODE:EPOCH      hash: the same for snapshots, under the hash of the prefix they follow
-    mr:{root}:nodes                set: NODE:EPOCH of every node that ever wrote here
-A hash belongs to one life of one node: entries of a dead epoch are not looked at, because their keys are not asked
+    mr:{root}:block:NAME     hash: prefix hash -> msgpack of `StoredEntry`; NAME is INSTANCE:EPOCH of its owner
+    mr:{root}:snap:NAME      hash: the same for snapshots, under the hash of the prefix they follow
+    mr:{root}:cuts           hash: prefix hash -> msgpack map of every owner of that snapshot to its tier
+    mr:{root}:nodes          set: NAME of every life that ever wrote here
+    mr:{root}:was:0, :1      hash: prefix hash -> letters, the traces of what was evicted; two generations
+and, apart from all roots, mr:{TENANT}:root: the last root under which a tenant (digest of its salt) had entries.
+A hash belongs to one life of one owner: entries of a dead epoch are not looked at, because their keys are not asked
 for, and expire by themselves. An entry is written after its bytes were verified and removed before they are reused.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any
 
 import msgspec
 from redis.asyncio import Redis
 
-from moonrelay.stubs.v1.worker_pb2 import CacheHit, CacheRun
+from cachestore.index_memory import KEY_TTL_S, TRACE_MAX, TRACE_TTL_S
+from cachestore.index_scripts import FORGET, MATCH, REMOVE, RENEW, WRITE
+from cachestore.lookup import (
+    ALTERNATIVES_BLOCKS,
+    ALTERNATIVES_MAX,
+    NOTHING,
+    PIECES_MAX,
+    RUNS_MAX,
+    UNSALTED,
+    Entry,
+    EntryName,
+    Found,
+    Kind,
+    Life,
+    Match,
+    MissReason,
+    Tenant,
+    Tier,
+    explain,
+    inner_hashes,
+    life_name,
+)
 
-Kind = Literal["block", "snapshot"]
-MissReason = Literal["cold", "no_snapshot", "stale_index", "remainder"]
-_FAMILY: dict[Kind, str] = {"block": "block", "snapshot": "snap"}
-
-KEY_TTL_S = 3_600  # renewed by every write and by live nodes; for so long a dead node's losses have a name
-
-# KEYS: nodes set, then per live node its block and its snapshot hash.
-# ARGV: block key prefix, all prefix hashes joined (as one word: two thousand cost the client milliseconds to send),
-# then the live NODE:EPOCHs.
-# Returns {depth, dead, snapshot depth, snapshot's node, first, end, node, first, end, node, ...}: nodes count from 1.
-# At each place the node whose chain goes on the longest is taken, which gives the fewest runs; each node is asked
-# only from the place reached, in chunks, so the cost is the depth and not nodes times prompt.
-MATCH = """
-local prefix, joined, num_nodes = ARGV[1], ARGV[2], #ARGV - 2
-local total = #joined / 16
-local CHUNK = 256
-
-local hashes = {}
-for i = 1, total do hashes[i] = string.sub(joined, 16 * i - 15, 16 * i) end
-
-local function chain(key, first)
-  local at = first
-  while at < total do
-    local last = math.min(total, at + CHUNK)
-    local got = redis.call('HMGET', key, unpack(hashes, at + 1, last))
-    for i = 1, last - at do
-      if not got[i] then return at + i - 1 end
-    end
-    at = last
-  end
-  return at
-end
-
-local runs, depth = {}, 0
-while depth < total do
-  local best, owner = depth, 0
-  for n = 1, num_nodes do
-    if redis.call('HEXISTS', KEYS[2 * n], hashes[depth + 1]) == 1 then
-      local reach = chain(KEYS[2 * n], depth)
-      if reach > best then best, owner = reach, n end
-    end
-  end
-  if owner == 0 then break end
-  runs[#runs + 1] = depth
-  runs[#runs + 1] = best
-  runs[#runs + 1] = owner
-  depth = best
-end
-
-local found, holder = 0, 0
-local at = depth
-local holders = {}
-for n = 1, num_nodes do
-  if redis.call('EXISTS', KEYS[2 * n + 1]) == 1 then holders[#holders + 1] = n end
-end
-while #holders > 0 and at > 0 and found == 0 do
-  local low = math.max(0, at - CHUNK)
-  for _, n in ipairs(holders) do
-    local got = redis.call('HMGET', KEYS[2 * n + 1], unpack(hashes, low + 1, at))
-    for i = at - low, 1, -1 do
-      if got[i] and low + i > found then found, holder = low + i, n end
-    end
-  end
-  at = low
-end
-
-local dead = 0
-if depth < total then
-  local live = {}
-  for n = 1, num_nodes do live[ARGV[2 + n]] = true end
-  for _, name in ipairs(redis.call('SMEMBERS', KEYS[1])) do
-    if not live[name] and redis.call('HEXISTS', prefix .. name, hashes[depth + 1]) == 1 then dead = 1 end
-  end
-end
-return {depth, dead, found, holder, unpack(runs)}
-"""
+TENANT_TTL_S = 86_400
+TENANT_AGAIN_S = 3_600.0  # how often a tenant's root is written while it stays the same
+TENANTS_MAX = 10_000  # remembered by one process
 
 
-class Entry(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="e1"):
-    """What the index keeps of a block or snapshot beside its node: tier, size, and each region's xxh3."""
+class StoredEntry(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="e2"):
+    """An entry at rest. `first`: see `Entry`; `inner`: 1 where the block had a child when it was written."""
 
-    tier: Literal["host"] = "host"
-    bytes: int
-    checksums: tuple[int, ...]
-
-
-class Node(Protocol):
-    """A live cache node, as membership shows it."""
-
-    @property
-    def instance_id(self) -> str: ...
-
-    @property
-    def epoch(self) -> int: ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
-    """Blocks [first, end) on one life of one node."""
-
-    node_id: str
-    epoch: int
+    tier: Tier
     first: int
-    end: int
-
-    def proto(self) -> CacheRun:
-        return CacheRun(node_id=self.node_id, node_epoch=self.epoch, first_block=self.first, end_block=self.end)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Match:
-    """A lookup's answer. tokens + the tokens in `lost` = the prompt's tokens; `lost` is in order of position."""
-
-    tokens: int
-    matchable_tokens: int
-    runs: tuple[Run, ...]
-    snapshot: Run | None
-    lost: tuple[tuple[MissReason, int], ...]
-
-    @property
-    def miss_reason(self) -> MissReason:
-        """Of the shallowest lost token; one is always lost, since the last one must be computed."""
-        return self.lost[0][0]
-
-    @property
-    def branch_tokens(self) -> int:
-        """How deep blocks go where that is deeper than the usable snapshot: a place worth a snapshot. Else 0."""
-        return self.matchable_tokens if self.matchable_tokens > self.tokens else 0
-
-    def hit(self) -> CacheHit | None:
-        if self.snapshot is None:
-            return None
-        return CacheHit(
-            tokens=self.tokens,
-            runs=[run.proto() for run in self.runs],
-            snapshot=self.snapshot.proto(),
-            matchable_tokens=self.matchable_tokens,
-        )
+    bytes: int
+    inner: int = 0
 
 
 class CacheIndex:
-    """Lookups for routers, writes for nodes. Redis's errors pass through: `moonrelay.valkey.FAILURES`."""
+    """Lookups for routers, writes for owners. Redis's errors pass through: `moonrelay.valkey.FAILURES`."""
 
-    def __init__(self, redis: Redis, block_tokens: int = 1) -> None:
+    def __init__(
+        self, redis: Redis, block_tokens: int = 1, *, trace_ttl_s: int = TRACE_TTL_S, trace_max: int = TRACE_MAX
+    ) -> None:
         self._redis = redis
         self._block_tokens = block_tokens
-        self._match = redis.register_script(MATCH)
+        self._trace_ttl_ms, self._trace_max = 1000 * trace_ttl_s, trace_max
+        self._match, self._write, self._remove, self._renew, self._forget = (
+            redis.register_script(text) for text in (MATCH, WRITE, REMOVE, RENEW, FORGET)
+        )
+        self._tenants: dict[bytes, tuple[bytes, float]] = {}
 
-    async def match(self, root: bytes, hashes: Sequence[bytes], prompt_tokens: int, nodes: Sequence[Node]) -> Match:
-        """The deepest N with blocks [0, N) and a snapshot at N on live nodes, N <= prompt_tokens - 1. One round trip.
+    async def match(
+        self, root: bytes, hashes: Sequence[bytes], prompt_tokens: int, nodes: Sequence[Life], *,
+        workers: Sequence[Life] = (), tenant: Tenant | None = None,
+    ) -> Match:  # fmt: skip
+        """The deepest N with blocks [0, N) and a snapshot at N on live nodes, N <= prompt_tokens - 1. One round trip,
+        a second where nothing was ever known under this root.
 
-        `hashes`: the prompt's full blocks, in order. A prompt has at least one token.
+        `hashes`: the prompt's full blocks, in order; a prompt has at least one token. `nodes` and `workers`: all that
+        are alive; other owners count as dead. Where two nodes have the same run the first in order gives it, so a
+        caller that shuffles them spreads the reads over replicas. `workers` are never part of a hit.
         """
         limit = (prompt_tokens - 1) // self._block_tokens
-        usable = list(hashes[:limit])
-        if not usable or not nodes:
-            return self.explain(prompt_tokens, [0, 0, 0, 0], nodes)
-        prefix = f"mr:{{{root.hex()}}}:"
-        names = [_name(n.instance_id, n.epoch) for n in nodes]
-        keys = [prefix + "nodes"]
-        for name in names:
-            keys += [f"{prefix}block:{name}", f"{prefix}snap:{name}"]
-        args: list[Any] = [prefix + "block:", b"".join(usable), *names]
-        return self.explain(prompt_tokens, await self._match(keys=keys, args=args), nodes)
-
-    def explain(self, prompt_tokens: int, found: Sequence[int], nodes: Sequence[Node]) -> Match:
-        """The script's answer as a `Match`, with a reason for every token it does not give."""
-        depth, dead, cut, holder = found[:4]
-        size, limit = self._block_tokens, (prompt_tokens - 1) // self._block_tokens
-        runs = []
-        for first, end, owner in zip(found[4::3], found[5::3], found[6::3], strict=True):
-            if first < cut:
-                node = nodes[owner - 1]
-                runs.append(Run(node_id=node.instance_id, epoch=node.epoch, first=first, end=min(end, cut)))
-        snapshot = None
-        if cut:
-            node = nodes[holder - 1]
-            snapshot = Run(node_id=node.instance_id, epoch=node.epoch, first=cut, end=cut)
-        lost: list[tuple[MissReason, int]] = [
-            ("no_snapshot", (depth - cut) * size),
-            ("stale_index" if dead else "cold", (limit - depth) * size),
-            ("remainder", prompt_tokens - limit * size),
-        ]
-        return Match(
-            tokens=cut * size,
-            matchable_tokens=depth * size,
-            runs=tuple(runs),
-            snapshot=snapshot,
-            lost=tuple((reason, tokens) for reason, tokens in lost if tokens),
-        )
+        usable, lives = hashes[:limit], [*nodes, *workers]
+        if not usable:
+            return explain(NOTHING, prompt_tokens, self._block_tokens, lives)
+        prefix = _prefix(root)
+        args: list[Any] = [prefix, b"".join(usable), len(nodes), ALTERNATIVES_MAX + 1, ALTERNATIVES_BLOCKS]
+        args += [RUNS_MAX, PIECES_MAX, *(life_name(life) for life in lives)]
+        found = _found(await self._match(keys=[prefix + "nodes"], args=args))
+        empty: MissReason = "cold"
+        if tenant is not None and found.empty:
+            empty = await self._why_empty(root, tenant)
+        elif tenant is not None:
+            await self._remember(root, tenant)
+        return explain(found, prompt_tokens, self._block_tokens, lives, empty)
 
     async def write(
-        self, root: bytes, node: Node, entries: Mapping[tuple[Kind, bytes], Entry], *, ttl_s: int = KEY_TTL_S
+        self, root: bytes, life: Life, entries: Mapping[EntryName, Entry], *, ttl_s: int = KEY_TTL_S
     ) -> None:
-        """Make entries visible; their bytes are verified. All or, if the connection breaks, perhaps some."""
-        prefix, name = f"mr:{{{root.hex()}}}:", _name(node.instance_id, node.epoch)
-        async with self._redis.pipeline(transaction=True) as pipe:
-            pipe.sadd(prefix + "nodes", name)
-            pipe.expire(prefix + "nodes", ttl_s)
-            for kind in _FAMILY:
-                fields = {h: msgspec.msgpack.encode(e) for (k, h), e in entries.items() if k == kind}
-                key = f"{prefix}{_FAMILY[kind]}:{name}"
-                if fields:
-                    pipe.hset(key, mapping=fields)  # type: ignore[arg-type]
-                pipe.expire(key, ttl_s)
-            await pipe.execute()
+        """Make entries visible; their bytes are verified. All or none."""
+        inner, elsewhere = inner_hashes(entries)
+        args: list[Any] = []
+        for kind in ("block", "snapshot"):
+            of_kind = {h: e for (k, h), e in entries.items() if k == kind}
+            stored = [
+                StoredEntry(
+                    tier=e.tier, first=e.first or 0, bytes=e.nbytes, inner=int(kind == "block" and h in inner)
+                )
+                for h, e in of_kind.items()
+            ]
+            args += [b"".join(of_kind), msgspec.msgpack.encode(stored)]
+        await self._call(self._write, root, life, ttl_s, *args, b"".join(elsewhere))
 
-    async def renew(self, root: bytes, node: Node, *, ttl_s: int = KEY_TTL_S) -> frozenset[Kind]:
-        """Keep this node's keys alive; the kinds it has entries of here. One that is missing was flushed."""
-        prefix, name = f"mr:{{{root.hex()}}}:", _name(node.instance_id, node.epoch)
-        async with self._redis.pipeline(transaction=True) as pipe:
-            for family in _FAMILY.values():
-                pipe.expire(f"{prefix}{family}:{name}", ttl_s)
-            pipe.expire(prefix + "nodes", ttl_s)
-            answers = await pipe.execute()
-        return frozenset(kind for kind, there in zip(_FAMILY, answers, strict=False) if there)
+    async def renew(self, root: bytes, life: Life, *, ttl_s: int = KEY_TTL_S) -> frozenset[Kind]:
+        """Keep this life's keys alive; the kinds it has entries of here. One that is missing was flushed.
 
-    async def remove(self, root: bytes, node: Node, entries: Iterable[tuple[Kind, bytes]]) -> None:
-        """Withdraw entries; returns when no lookup can find them any more."""
-        prefix, name = f"mr:{{{root.hex()}}}:", _name(node.instance_id, node.epoch)
-        fields: dict[Kind, list[bytes]] = {kind: [] for kind in _FAMILY}
+        Takes out a life that nobody has renewed for half of `ttl_s`: give one `ttl_s` for all.
+        """
+        blocks, snapshots = await self._call(self._renew, root, life, ttl_s)
+        there: list[tuple[Kind, int]] = [("block", blocks), ("snapshot", snapshots)]
+        return frozenset(kind for kind, has in there if has)
+
+    async def remove(self, root: bytes, life: Life, entries: Iterable[EntryName]) -> None:
+        """Withdraw entries, leaving traces; returns when no lookup can find them any more."""
+        names: dict[Kind, list[bytes]] = {"block": [], "snapshot": []}
         for kind, prefix_hash in entries:
-            fields[kind].append(prefix_hash)
-        async with self._redis.pipeline(transaction=True) as pipe:
-            for kind, hashes in fields.items():
-                if hashes:
-                    pipe.hdel(f"{prefix}{_FAMILY[kind]}:{name}", *hashes)
-            await pipe.execute()
+            names[kind].append(prefix_hash)
+        args = (b"".join(names["block"]), b"".join(names["snapshot"]))
+        await self._call(self._remove, root, life, KEY_TTL_S, *args)
 
-    async def forget(self, root: bytes, node: Node) -> None:
-        """Withdraw everything that this life of the node wrote under a root."""
-        prefix, name = f"mr:{{{root.hex()}}}:", _name(node.instance_id, node.epoch)
-        async with self._redis.pipeline(transaction=True) as pipe:
-            pipe.unlink(*(f"{prefix}{family}:{name}" for family in _FAMILY.values()))
-            pipe.srem(prefix + "nodes", name)
-            await pipe.execute()
+    async def forget(self, root: bytes, life: Life) -> None:
+        """Withdraw everything that this life wrote under a root."""
+        await self._call(self._forget, root, life, KEY_TTL_S)
+
+    async def _call(self, script: Any, root: bytes, life: Life, ttl_s: int, *args: Any) -> Any:
+        prefix = _prefix(root)
+        given = [prefix, life_name(life), 1000 * ttl_s, self._trace_ttl_ms, self._trace_max, *args]
+        return await script(keys=[prefix + "nodes"], args=given)
+
+    async def _why_empty(self, root: bytes, tenant: Tenant) -> MissReason:
+        """Why nothing was ever known under this root: looks at this tenant's key and the unsalted one alone."""
+        had = await self._redis.get(_tenant_key(tenant.key))
+        if had is not None and had != root:
+            return "fingerprint"
+        if tenant.unsalted_root != root and await self._redis.get(_tenant_key(UNSALTED)) == tenant.unsalted_root:
+            return "salt"
+        return "cold"
+
+    async def _remember(self, root: bytes, tenant: Tenant) -> None:
+        """This tenant has entries under this root."""
+        known, again_s = self._tenants.get(tenant.key, (b"", 0.0))
+        if known == root and time.monotonic() < again_s:
+            return
+        await self._redis.set(_tenant_key(tenant.key), root, ex=TENANT_TTL_S)
+        if len(self._tenants) >= TENANTS_MAX:
+            self._tenants.clear()
+        self._tenants[tenant.key] = (root, time.monotonic() + TENANT_AGAIN_S)
 
 
-def _name(node_id: str, epoch: int) -> str:
-    return f"{node_id}:{epoch}"
+def _found(answer: Sequence[Any]) -> Found:
+    """The script's answer; Lua counts lives from 1."""
+    depth, seen, stale, dead_cut, gone_cut, diverged, empty, hits, devices, runs, spare, tiers = answer
+    covers = tuple([(owner - 1, first, end) for owner, first, end in cover] for cover in (runs, spare))
+    return Found(
+        depth=depth, seen=seen, stale=stale, dead_cut=dead_cut, gone_cut=gone_cut, diverged=bool(diverged),
+        empty=bool(empty), hits=[(cut, holder - 1, cover) for cut, holder, cover in hits],
+        devices=[(worker - 1, cut) for worker, cut in devices], covers=(covers[0], covers[1]),
+        tiers=[(tier.decode(), blocks) for tier, blocks in tiers],
+    )  # fmt: skip
+
+
+def _prefix(root: bytes) -> str:
+    return f"mr:{{{root.hex()}}}:"
+
+
+def _tenant_key(key: bytes) -> str:
+    return f"mr:{{{key.hex()}}}:root"
+
+
+__all__ = ["CacheIndex", "Entry", "Kind", "Match", "MissReason", "StoredEntry", "Tenant"]

@@ -12,9 +12,11 @@ from typing import TypeVar
 
 from cachestore.checksum import checksum
 from cachestore.entries import BLOCK, SNAPSHOT, Key, Offer
-from cachestore.index import CacheIndex, Entry, Kind
+from cachestore.index import CacheIndex
+from cachestore.lookup import Kind, Tier
 from cachestore.node.core import Admission, NodeCore, Region
 from cachestore.node.metrics import NodeMetrics
+from cachestore.node.naming import index_entries
 from cachestore.transports import Read, ReadHandle, Slice, TransportSet
 from moonrelay.errors import DeadlineExceeded, InvalidRequest, Overloaded, RequestTooLarge, Unavailable
 from moonrelay.prefix import HASH_BYTES
@@ -176,15 +178,12 @@ class Intake:
     async def _write_index(self, root: bytes, keys: Sequence[Key]) -> None:
         """Write those of `keys` that are still here."""
         async with self._indexing:
-            entries: dict[tuple[Kind, bytes], Entry] = {}
-            for key in keys:
-                regions = self._core.regions(key)
-                if regions:
-                    entries[_kind(key), key.prefix_hash] = Entry(
-                        bytes=sum(r.length for r in regions), checksums=tuple(r.xxh3 for r in regions)
-                    )
+            entries = index_entries(keys, self._held)
             if entries:
                 await _limited(self._index.write(root, self._identity, entries))
+
+    def _held(self, key: Key) -> tuple[Offer, Tier] | None:
+        return (self._core._entries[key].offer, "host") if self._core.regions(key) else None
 
     async def forget(self) -> None:
         """Withdraw every entry: this node is leaving. What Redis does not hear expires by itself."""

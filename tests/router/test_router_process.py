@@ -192,7 +192,7 @@ async def test_the_index_answers_and_its_loss_is_a_miss(redis_url):
     ids = list(range(300))
     hashes = prefix_hashes(root, ids, 64)
     redis = connect(redis_url)
-    entry = Entry(bytes=1, checksums=(1,))
+    entry = Entry(nbytes=1, first=0)
     await CacheIndex(redis, 64).write(
         root, node, {**{("block", h): entry for h in hashes[:4]}, ("snapshot", hashes[2]): entry}
     )
