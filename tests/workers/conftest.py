@@ -10,6 +10,7 @@ from engine.engine import Engine
 from engine.settings import EngineSettings
 from model.backend import load_backend
 from model.batch import Backend
+from moonrelay.valkey import LocalValkey, start_local_valkey
 from tests.golden import golden_dir
 
 
@@ -33,3 +34,10 @@ def make_engine(backend: Backend) -> Iterator[Callable[..., Engine]]:
     yield make
     for engine in made:
         engine.stop()
+
+
+@pytest.fixture(scope="session")
+def valkey(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalValkey]:
+    started = start_local_valkey(tmp_path_factory.mktemp("valkey"))
+    yield started
+    started.stop()

@@ -12,10 +12,11 @@ import grpc
 from cachestore.client import Nodes
 from cachestore.prompt_cache import WorkerCache
 from cachestore.transports import MemoryFabric, TransportSet
-from decode.acks import Acks
 from decode.core import ReaderTable
 from decode.edge import DecodeEdge
+from decode.held import HeldBlocks, NothingHeld
 from decode.metrics import ReaderMetrics
+from decode.owners import Owners
 from decode.reader import Identity, Reader
 from engine.engine import Engine
 from engine.worker.memory import Memory
@@ -29,6 +30,7 @@ from moonrelay.stubs.v1 import common_pb2, worker_pb2, worker_pb2_grpc
 from prefill.core import HandoffTable
 from prefill.edge import PrefillEdge
 from prefill.metrics import HandoffMetrics
+from prefill.parts import PART_BYTES
 
 TIMING = Timing(transfer_floor_ms=2_000, transfer_min_bytes_per_s=50_000_000, lease_floor_ms=6_000)
 FINGERPRINT = Fingerprint(
@@ -88,6 +90,8 @@ class World:
         self.nodes: Nodes | None = None  # cache nodes for both workers, set before `start`
         self.timing, self.reservation_ttl_ms = timing, reservation_ttl_ms
         self.publish_inflight_max = 2
+        self.part_bytes = PART_BYTES
+        self.held: HeldBlocks | None = None
         self.caches: list[WorkerCache] = []
 
     async def start(self, transport: str, **settings: int) -> None:
@@ -99,15 +103,16 @@ class World:
         self.owner = PrefillEdge(
             self.prefill.prompts, table, self.prefill.gate, HandoffMetrics(self.prefill.metrics, table),
             fingerprint=FINGERPRINT, layout=self.identity.layout, max_context=4096,
-            peer=self.prefill.transports.peer(), address=self.prefill.address, transport_note="",
+            peer=self.prefill.transports.peer(), address=self.prefill.address, transport_note="", part_bytes=self.part_bytes,
         )  # fmt: skip
         worker_pb2_grpc.add_PrefillWorkerServicer_to_server(self.owner, self.prefill.server.grpc)
         self.decode = await self._half("decode", "decode-0", transport, settings)
         readers = ReaderTable()
         metrics = ReaderMetrics(self.decode.metrics, readers)
-        self.acks = Acks(self.spawn, metrics)
+        self.owners = Owners(self.spawn, metrics)
+        held = self.held or NothingHeld(self.decode.memory)
         self.reader = Reader(
-            self.decode.prompts, readers, self.decode.transports, self.acks, metrics,
+            self.decode.prompts, readers, self.decode.transports, self.owners, held, metrics,
             identity=self.identity, timing=self.timing, reservation_ttl_ms=self.reservation_ttl_ms,
             epochs=lambda: self.epochs,
         )  # fmt: skip
@@ -132,7 +137,7 @@ class World:
             await channel.close()
         for task in self._tasks:
             task.cancel()
-        await self.acks.close()
+        await self.owners.close()
         for cache in self.caches:
             await cache.close()
         for half in (self.prefill, self.decode):
@@ -179,8 +184,8 @@ class World:
 
     # -- what a router does ---------------------------------------------------------------------------------------
 
-    async def reserve(self, prompt: list[int], max_tokens: int) -> str:
-        request = worker_pb2.ReserveRequest(request_id="r", prompt_tokens=len(prompt), max_tokens=max_tokens)
+    async def reserve(self, prompt: list[int], max_tokens: int, **more) -> str:
+        request = worker_pb2.ReserveRequest(request_id="r", prompt_tokens=len(prompt), max_tokens=max_tokens, **more)
         return (await self.decode_stub.Reserve(request)).reservation_id
 
     async def prefilled(self, request: worker_pb2.PrefillRequest) -> Prefilled:
@@ -205,6 +210,11 @@ class World:
         adopt = worker_pb2.AdoptRequest(
             request_id="r", reservation_id=reservation_id, manifest=manifest, sampling=request.sampling
         )
+        if request.write_back:
+            tail = request.prompt_ids[len(request.prefix_hashes) * 64 :]
+            adopt.writeback.root = request.root
+            adopt.writeback.prefix_hashes.extend(request.prefix_hashes)
+            adopt.writeback.tail_ids.extend(tail)
         return self.decode_stub.Adopt(adopt)
 
     async def handed_over(
@@ -249,6 +259,7 @@ def prefill_request(
     hit: worker_pb2.CacheHit | None = None,
     snapshot_at: tuple[int, ...] = (),
     store: bool = False,
+    write_back: bool = False,
     **sampling,
 ) -> worker_pb2.PrefillRequest:
     return worker_pb2.PrefillRequest(
@@ -260,6 +271,7 @@ def prefill_request(
         hit=hit,
         snapshot_at=snapshot_at,
         store=store,
+        write_back=write_back,
     )
 
 
