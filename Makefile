@@ -7,7 +7,7 @@ DEV_STAMP := $(VENV)/.installed-dev-$(SUM)
 export OMP_NUM_THREADS ?= 1
 export UCX_MODULES ?= ^efa
 
-.PHONY: install dev demo up check test proto bench bench-cache bench-memory check-wheel clean
+.PHONY: install dev demo up check test proto bench bench-agents bench-cache bench-memory check-wheel faults clean
 
 install: $(STAMP)
 
@@ -55,6 +55,13 @@ bench-memory: install
 
 bench-cache: install
 	$(PY) bench/cache.py $(ARGS)
+
+bench-agents: dev
+	$(PY) bench/agents.py $(ARGS)
+
+# Every fault on real processes; ARGS="--only 'kill decode'" or "--transport tcp" narrows it.
+faults: install
+	$(PY) bench/faults.py $(ARGS)
 
 clean:
 	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

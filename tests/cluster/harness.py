@@ -70,10 +70,13 @@ def wait_until(condition: Callable[[], bool], seconds: float, what: str) -> None
 
 
 @contextmanager
-def running_cluster(folder: Path, *args: str) -> Iterator[Cluster]:
-    """Start `moonrelay up` with `args`, yield when ready, stop it as Ctrl-C would and insist on a clean exit."""
+def running_cluster(folder: Path, *args: str, **settings: str) -> Iterator[Cluster]:
+    """Start `moonrelay up` with `args`, yield when ready, stop it as Ctrl-C would and insist on a clean exit.
+
+    `settings` are environment variables, which every role reads.
+    """
     ready_file, log = folder / "ready.json", folder / "up.log"
-    environment = {**os.environ, "MOONRELAY_CACHE_DIR": str(folder / "cache")}
+    environment = {**os.environ, **settings, "MOONRELAY_CACHE_DIR": str(folder / "cache")}
     native = Path.home() / ".cache" / "moonrelay"
     if native.exists():  # the compiled library is found again; the run directories are this test's own
         (folder / "cache").mkdir()

@@ -1,0 +1,78 @@
+"""`make faults`: every role killed, stopped and restarted in every phase of a request, over NIXL and over TCP.
+
+One cluster per transport, on which all its cases run in turn under load; a case that goes wrong does not end the run.
+Writes bench/results/faults.json after every case.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from tests.cluster.faults_matrix import ENVIRONMENT, TRANSPORTS, Case, Matrix, Outcome, every_case
+from tests.cluster.harness import Cluster, running_cluster
+
+
+async def run(cluster: Cluster, transport: str, cases: list[Case], save: Any) -> list[str]:
+    """Every case; returns what is still held when all is over."""
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True)) as session:
+        matrix = Matrix(cluster, session)
+        await matrix.learn()
+        for case in cases:
+            outcome = await matrix.run(case)
+            save(transport, outcome)
+        return await matrix.rest()
+
+
+def line(transport: str, outcome: Outcome) -> str:
+    case, ends = outcome.case, ", ".join(f"{n} {end}" for end, n in outcome.ends.items())
+    verdict = "; ".join(outcome.wrong) or ("ok" if outcome.reached else "ok (phase missed)")
+    what = f"{transport:<5}{case.fault:<8}{case.victim:<13}{case.phase:<9}"
+    return f"{what}{outcome.seconds:>6.1f} s, again after {outcome.recovered_s:>5.1f} s  {ends:<40}{verdict}"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--transport", choices=TRANSPORTS, action="append")
+    parser.add_argument("--only", default="", help="cases whose words hold all of these, e.g. 'kill decode stream'")
+    parser.add_argument("--out", type=Path, default=ROOT / "bench" / "results" / "faults.json")
+    args = parser.parse_args()
+    wanted = args.only.split()
+    cases = [c for c in every_case() if all(any(w in word for word in (c.victim, c.fault, c.phase)) for w in wanted)]
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=ROOT).stdout.strip()
+    result: dict[str, Any] = {"commit": commit, "left": {}, "cases": []}
+
+    def save(transport: str, outcome: Outcome) -> None:
+        print(line(transport, outcome), flush=True)
+        result["cases"].append({"transport": transport, **outcome.record()})
+        result["wrong"] = sum(bool(case["wrong"]) for case in result["cases"])
+        result["phase_missed"] = sum(not case["reached"] for case in result["cases"])
+        result["ends"] = dict(sum((Counter(case["ends"]) for case in result["cases"]), Counter()))
+        args.out.parent.mkdir(exist_ok=True)
+        args.out.write_text(json.dumps(result, indent=1) + "\n")
+
+    for transport in args.transport or TRANSPORTS:
+        with tempfile.TemporaryDirectory(prefix="moonrelay-faults-") as folder:
+            settings = {**ENVIRONMENT, "MOONRELAY_TRANSPORT": transport}
+            with running_cluster(Path(folder), **settings) as cluster:
+                result["left"][transport] = asyncio.run(run(cluster, transport, cases, save))
+    shown = {key: result[key] for key in ("wrong", "phase_missed", "left", "ends")}
+    print(json.dumps({"cases": len(result["cases"]), **shown}))
+    args.out.write_text(json.dumps(result, indent=1) + "\n")
+    return 1 if result["wrong"] or any(result["left"].values()) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
