@@ -31,7 +31,7 @@ class Retention:
     def __init__(self) -> None:
         self._kept: dict[Key, _Kept] = {}
         self._children: Counter[Key] = Counter()  # entries resting on a key, itself here or not
-        self._queue: list[tuple[int, int, Key]] = []  # what could go; an entry at most once, maybe used since
+        self._queue: list[tuple[int, int, _Kept]] = []  # what could go; at most once, maybe used or dropped since
         self._clock = 0
         self._pushes = 0
         self._oldest = 0
@@ -108,7 +108,7 @@ class Retention:
             raise InvariantError("retention and the node disagree about what is here")
         if self._children != Counter(k.offer.parent for k in self._kept.values() if k.offer.parent is not None):
             raise InvariantError("children miscounted")
-        queued = Counter(key for _, _, key in self._queue)
+        queued = Counter(kept.offer.key for _, _, kept in self._queue if self._kept.get(kept.offer.key) is kept)
         for key, kept in self._kept.items():
             if kept.pins != pins[key] or queued[key] != kept.queued or (self._may_go(key) and not kept.queued):
                 raise InvariantError(f"{key.kind}: {kept.pins} pins, {queued[key]} times in the queue")
@@ -122,14 +122,16 @@ class Retention:
         if not kept.queued and self._may_go(key):
             kept.queued = True
             self._pushes += 1
-            heappush(self._queue, (kept.used, self._pushes, key))
+            heappush(self._queue, (kept.used, self._pushes, kept))
 
     def _pop(self) -> Key | None:
         """The least recently used entry that may go, out of the queue."""
         while self._queue:
-            used, _, key = heappop(self._queue)
-            kept = self._kept[key]
+            used, _, kept = heappop(self._queue)
+            key = kept.offer.key
             kept.queued = False
+            if self._kept.get(key) is not kept:
+                continue
             if used == kept.used and self._may_go(key):
                 return key
             self._enqueue(key)  # used since, or not to go now: then it comes back when that changes

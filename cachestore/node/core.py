@@ -1,94 +1,31 @@
 """What a cache node holds and whom it promised what. Decides; no I/O, no clock: `now_ms` is the node's own.
 
-    offered ── admit ──▶ LANDING ── commit ──▶ VISIBLE ── victims ──▶ LEAVING ── reclaim ──▶ gone
-                            │ abort                        ▲            │ restore (the index could not be told)
-                            ▼                              └────────────┘
-                     gone, or quarantine until the node's own read is over
-
-An entry is VISIBLE only after its bytes were verified, LEAVING before its index entry is removed, and its memory is
-free only when no lease covers it and the longest transfer since an expired lease has had time to end.
+An entry's states are in `states.py`. It can be leased only after its bytes were verified, and only from memory; it is
+LEAVING before its index entry is removed; memory is free only when no lease covers it and the longest transfer since
+an expired lease has had time to end; a file is deleted only when nobody reads it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from enum import Enum, auto
 
-from cachestore.entries import BLOCK, SNAPSHOT, Key, Offer
-from cachestore.node.allocator import Extent, PageAllocator
-from cachestore.node.leases import Lease, Leases
-from cachestore.retention import Retention
+from cachestore.entries import Key, Offer
+from cachestore.node.allocator import Extent
+from cachestore.node.books import Admission, Region, Stored
+from cachestore.node.leases import Lease
+from cachestore.node.ledger import Ledger
+from cachestore.node.states import IN_MEMORY, ON_DISK, VISIBLE, Event, State, after
 from moonrelay.errors import InvariantError
 
 
-@dataclass(frozen=True, slots=True)
-class Region:
-    """A checked range of the arena; an entry is its regions in order."""
-
-    offset: int
-    length: int
-    xxh3: int
-
-
-class State(Enum):
-    LANDING = auto()
-    VISIBLE = auto()
-    LEAVING = auto()
-
-
-@dataclass(slots=True, eq=False)
-class Stored:
-    offer: Offer
-    extents: tuple[Extent, ...]
-    state: State = State.LANDING
-    regions: tuple[Region, ...] = ()
-
-    @property
-    def nbytes(self) -> int:
-        """What it takes of the arena."""
-        return sum(e.length for e in self.extents)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Admission:
-    """What became of each offer. `new` have memory and are LANDING; the rest need nothing from the publisher."""
-
-    new: tuple[Key, ...]
-    already_there: tuple[Key, ...]
-    in_progress: tuple[Key, ...]
-    refused: tuple[Key, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NodeStats:
-    capacity_bytes: int
-    free_bytes: int
-    quarantined_bytes: int
-    num_blocks: int
-    num_snapshots: int
-    num_hidden: int  # landing or leaving
-    num_leases: int
-    evicted_blocks: int
-    evicted_snapshots: int
-
-
-class NodeCore:
-    def __init__(self, capacity_bytes: int, *, longest_transfer_ms: int = 2_000) -> None:
-        self._pages = PageAllocator(capacity_bytes)
-        self._entries: dict[Key, Stored] = {}
-        self._retention = Retention()  # LANDING and VISIBLE entries
-        self._leases = Leases(longest_transfer_ms)
-        self._quarantine: dict[int, tuple[Extent, ...]] = {}
-        self._visible = {BLOCK: 0, SNAPSHOT: 0}
-        self._evicted = {BLOCK: 0, SNAPSHOT: 0}
+class NodeCore(Ledger):
+    """Publishing, eviction, files and leases."""
 
     # Publishing.
 
     def missing_bytes(self, offers: Sequence[Offer]) -> int:
         """How much more must be free for every new offer to be admitted."""
-        new = [o for o in offers if o.key not in self._entries]
-        return max(0, sum(self._pages.rounded(o.nbytes) for o in new) - self._pages.free_bytes)
+        return self._missing(offer.nbytes for offer in offers if offer.key not in self._entries)
 
     def admit(self, offers: Sequence[Offer]) -> Admission:
         """Give memory to offers in order, until one does not fit: what follows it would be of no use."""
@@ -99,13 +36,14 @@ class NodeCore:
         for offer in offers:
             held = self._entries.get(offer.key)
             if held is not None:
-                (already if held.state is State.VISIBLE else landing).append(offer.key)
+                (already if held.state in VISIBLE else landing).append(offer.key)
                 continue
             extents = None if refused else self._pages.allocate(offer.nbytes)
             if extents is None:
                 refused.append(offer.key)
                 continue
             stored = self._entries[offer.key] = Stored(offer, extents)
+            self._rest(offer, 1)
             self._retention.add(offer, stored.nbytes)
             new.append(offer.key)
         return Admission(
@@ -117,13 +55,9 @@ class NodeCore:
 
     def commit(self, key: Key, regions: Sequence[Region]) -> None:
         """The bytes are there and verified: the entry may be leased from now on."""
-        entry = self._in_state(key, State.LANDING)
-        if sum(r.length for r in regions) != entry.offer.nbytes:
-            raise InvariantError(f"{key.kind}: its regions do not add up to its bytes")
-        entry.regions = tuple(regions)
-        entry.state = State.VISIBLE
+        self._bring(self._in_state(key, State.LANDING), regions)
         self._visible[key.kind] += 1
-        self._retention.show(key)
+        self._disk.want(key, used=False)
 
     def abort(self, key: Key) -> None:
         """The bytes did not come, and nothing can land any more."""
@@ -140,56 +74,235 @@ class NodeCore:
 
     def touch(self, keys: Iterable[Key]) -> None:
         """Mark entries and everything they rest on as used now; the deeper, the sooner they go again."""
-        self._retention.touch(keys)
+        used = list(keys)
+        self._retention.touch(used)
+        self._disk.retention.touch(used)
 
     # Eviction.
 
     def victims(self, nbytes: int, now_ms: int, protect: Iterable[Key] = ()) -> list[Key]:
-        """What `Retention` gives up for `nbytes`, or as much as can be had; each is LEAVING from now on.
+        """What `Retention` gives up for `nbytes` of memory, or as much as can be had: what is on disk too is out of
+        memory at once, the rest, which is returned, is LEAVING.
 
-        Never one that a lease or a late read covers, that another entry rests on, or that `protect` rests on.
+        Never one that a lease or a late read covers, that another entry in memory rests on, or that `protect` does.
         """
         self._end_quiet(now_ms)
-        found = self._retention.victims(nbytes, protect)
-        for key in found:
-            self._in_state(key, State.VISIBLE).state = State.LEAVING
-            self._visible[key.kind] -= 1
-        return found
+        leaving, anchored, wanted = [], [], nbytes
+        while wanted > 0 and (found := self._retention.victims(wanted, protect)):
+            for key in found:
+                entry = self._entries[key]
+                if entry.state is not State.BOTH and self._resting[key]:
+                    anchored.append(entry)  # what rests on it is on disk only: it must be there too before it goes
+                    continue
+                wanted -= entry.nbytes
+                if entry.state is State.BOTH:
+                    self._empty(entry)
+                else:
+                    self._withdraw(entry)
+                    leaving.append(key)
+        for entry in anchored:
+            self._retention.restore(entry.offer, entry.nbytes)
+            if entry.state is State.HOST:
+                self._disk.want(entry.offer.key, used=True)
+        return leaving
 
-    def reclaim(self, keys: Iterable[Key]) -> None:
-        """The index does not name them any more: their memory is free."""
+    def reclaim(self, keys: Iterable[Key]) -> list[Key]:
+        """The index does not name them any more: their memory is free; whose files are to be deleted now."""
+        files = []
         for key in keys:
             entry = self._entries.pop(self._in_state(key, State.LEAVING).offer.key)
             self._evicted[key.kind] += 1
             self._pages.free(entry.extents)
+            if entry.file_bytes:
+                self._disk.give(entry, kept=False, exists=True)
+                files.append(key)
+        return files
 
     def restore(self, keys: Iterable[Key]) -> None:
         """The index could not be told: the entries stay."""
         for key in keys:
             entry = self._in_state(key, State.LEAVING)
-            entry.state = State.VISIBLE
+            self._rest(entry.offer, 1)
             self._visible[key.kind] += 1
-            self._retention.restore(entry.offer, entry.nbytes)
+            if entry.extents:
+                entry.state = after(entry.state, Event.KEPT_IN_MEMORY)
+                self._retention.restore(entry.offer, entry.nbytes)
+            else:
+                entry.state = after(entry.state, Event.KEPT_ON_DISK)
+                self._num_on_disk += 1
+                self._disk.retention.restore(entry.offer, entry.file_bytes)
+
+    def retire(self, key: Key) -> bool:
+        """Begin to withdraw an entry whose memory went bad; False where it is held or rested on, or not here."""
+        entry = self._entries.get(key)
+        if entry is None or entry.state is not State.HOST or self._resting[key]:
+            return False
+        if self._held[key] or self._leases.covered()[key]:
+            return False
+        self._retention.drop(key)
+        self._withdraw(entry)
+        return True
+
+    # Files.
+
+    def next_writes(self) -> tuple[list[Key], bool] | None:
+        """What should be written next: an entry behind those that it rests on and that are not written yet; and
+        whether it was ever used. Asked once, it is forgotten."""
+        while self._disk.waiting:
+            key, used = self._disk.waiting.popitem(last=False)
+            chain: list[Key] = []
+            at: Key | None = key
+            while at is not None and (entry := self._entries.get(at)) is not None and entry.state is State.HOST:
+                chain.append(at)
+                at = entry.offer.parent
+            if chain:
+                return chain[::-1], used
+        return None
+
+    def disk_victims(self, nbytes: int) -> tuple[list[Key], list[Key]]:
+        """What makes `nbytes` of room on disk, or as much as can be had: entries that are nowhere else and LEAVING
+        now, and entries whose files can be deleted at once."""
+        leaving, files, anchored = [], [], []
+        wanted = nbytes - self._disk.free_bytes
+        while wanted > 0 and (found := self._disk.retention.victims(wanted)):
+            for key in found:
+                entry = self._entries[key]
+                if entry.state is State.DISK and self._resting[key]:
+                    anchored.append(entry)  # what rests on it is in memory only
+                    continue
+                wanted -= entry.file_bytes
+                if entry.state is State.BOTH:
+                    entry.state = after(entry.state, Event.DROP_FILE)
+                    self._disk.give(entry, kept=False, exists=True)
+                    files.append(key)
+                else:
+                    self._num_on_disk -= 1
+                    self._withdraw(entry)
+                    leaving.append(key)
+        for entry in anchored:
+            self._disk.retention.restore(entry.offer, entry.file_bytes)
+        return leaving, files
+
+    def begin_write(self, key: Key, file_bytes: int) -> bool:
+        """Hold the entry's memory while its file is written; False where it left meanwhile or there is no room."""
+        entry = self._entries.get(key)
+        if entry is None or entry.state is not State.HOST or file_bytes > self._disk.free_bytes:
+            return False
+        entry.state = after(entry.state, Event.WRITE)
+        self._disk.take(entry, file_bytes)
+        self._disk.waiting.pop(key, None)
+        self.hold([key])
+        return True
+
+    def written(self, key: Key) -> None:
+        entry = self._in_state(key, State.WRITING)
+        entry.state = after(entry.state, Event.WRITTEN)
+        entry.sums = tuple((r.length, r.xxh3) for r in entry.regions)
+        self._disk.retention.show(key)
+        self.let_go([key])
+
+    def unwritten(self, key: Key, *, again: bool) -> None:
+        """There is no file. `again`: try once more, after what is waiting."""
+        entry = self._in_state(key, State.WRITING)
+        entry.state = after(entry.state, Event.UNWRITTEN)
+        self._disk.give(entry, kept=True, exists=False)
+        self.let_go([key])
+        if again:
+            self._disk.want(key, used=True)
+
+    def deleted(self, file_bytes: int) -> None:
+        """A file that was on its way out is gone."""
+        self._disk.deleting_bytes -= file_bytes
+
+    def found(self, offer: Offer, sums: Sequence[tuple[int, int]], file_bytes: int) -> bool:
+        """A file from an earlier life; False where its entry is here already or the disk's room is used up."""
+        if offer.key in self._entries or file_bytes > self._disk.free_bytes:
+            return False
+        entry = self._entries[offer.key] = Stored(offer, state=State.DISK, sums=tuple(sums))
+        self._rest(offer, 1)
+        self._disk.take(entry, file_bytes)
+        self._disk.retention.show(offer.key)
+        self._visible[offer.key.kind] += 1
+        self._num_on_disk += 1
+        return True
+
+    def on_disk(self, keys: Iterable[Key]) -> list[Key]:
+        """Those that must be promoted before they can be leased."""
+        if not self._num_on_disk:
+            return []
+        return [k for k in keys if (entry := self._entries.get(k)) is not None and entry.state in ON_DISK]
+
+    def promotion_bytes(self, keys: Iterable[Key]) -> int:
+        """How much more must be free for all of them to be promoted."""
+        return self._missing(self._entries[key].offer.nbytes for key in keys)
+
+    def begin_promote(self, keys: Sequence[Key]) -> bool:
+        """Memory for all of `keys`, which are on disk only, or for none: False."""
+        if self.promotion_bytes(keys):
+            return False
+        for key in keys:
+            entry = self._in_state(key, State.DISK)
+            extents = self._pages.allocate(entry.offer.nbytes)
+            if extents is None:
+                raise InvariantError("free pages that cannot be had")
+            entry.state, entry.extents = after(entry.state, Event.PROMOTE), extents
+            self._retention.add(entry.offer, entry.nbytes)
+            self._disk.retention.pin(key)
+        return True
+
+    def promoted(self, key: Key, regions: Sequence[Region]) -> None:
+        """Its bytes are in memory and verified."""
+        self._bring(self._in_state(key, State.PROMOTING), regions)
+        self._disk.retention.unpin(key)
+        self._num_on_disk -= 1
+        self._disk.promoted += 1
+
+    def refuse(self, key: Key) -> None:
+        """Its file must not be served: the entry is gone, its file to be deleted. The index is told afterwards; what
+        it names meanwhile cannot be leased."""
+        self._disk.retention.unpin(key)
+        entry = self._drop(key, State.PROMOTING)
+        self._pages.free(entry.extents)
+        self._visible[key.kind] -= 1
+        self._num_on_disk -= 1
+        self._disk.give(entry, kept=True, exists=True)
+
+    def hold(self, keys: Iterable[Key]) -> list[Key]:
+        """Keep in memory those of `keys` that are there, until `let_go` is given what this returns."""
+        held = [k for k in keys if (entry := self._entries.get(k)) is not None and entry.state in IN_MEMORY]
+        for key in held:
+            self._held[key] += 1
+            self._retention.pin(key)
+        return held
+
+    def let_go(self, keys: Iterable[Key]) -> None:
+        for key in keys:
+            self._held[key] -= 1
+            if not self._held[key]:
+                del self._held[key]
+            self._retention.unpin(key)
 
     # Leases.
 
     def lease(self, keys: Sequence[Key], ttl_ms: int, now_ms: int) -> Lease | Key | None:
-        """A timed right to read all of `keys`; the first key that is not there; or None when there are too many."""
+        """A timed right to read all of `keys`; the first key that is not in memory; None: there are too many."""
         for key in keys:
             entry = self._entries.get(key)
-            if entry is None or entry.state is not State.VISIBLE:
+            if entry is None or entry.state not in IN_MEMORY:
                 return key
         lease = self._leases.grant(keys, ttl_ms, now_ms)
         if lease is not None:
             for key in keys:
                 self._retention.pin(key)
+                if self._entries[key].state is State.HOST:
+                    self._disk.want(key, used=True)
             self.touch(keys)
         return lease
 
     def regions(self, key: Key) -> tuple[Region, ...]:
-        """Where a visible entry's bytes are; nothing of one that is not."""
+        """Where the bytes of an entry that can be leased now are; nothing of another."""
         entry = self._entries.get(key)
-        return entry.regions if entry is not None and entry.state is State.VISIBLE else ()
+        return entry.regions if entry is not None and entry.state in IN_MEMORY else ()
 
     def renew(self, lease_id: str, fence: int, now_ms: int) -> Lease | None:
         """The lease with its time begun anew; None where it has ended or the fence is another's."""
@@ -206,52 +319,3 @@ class NodeCore:
         """End leases whose time is over; how many. Their readers may be in the middle of a last transfer."""
         self._end_quiet(now_ms)
         return self._leases.expire(now_ms)
-
-    # Books.
-
-    def visible(self) -> dict[Key, tuple[Region, ...]]:
-        """Everything that the index should name."""
-        return {key: e.regions for key, e in self._entries.items() if e.state is State.VISIBLE}
-
-    def stats(self) -> NodeStats:
-        return NodeStats(
-            capacity_bytes=self._pages.capacity_bytes,
-            free_bytes=self._pages.free_bytes,
-            quarantined_bytes=sum(e.length for extents in self._quarantine.values() for e in extents),
-            num_blocks=self._visible[BLOCK],
-            num_snapshots=self._visible[SNAPSHOT],
-            num_hidden=len(self._entries) - sum(self._visible.values()),
-            num_leases=len(self._leases),
-            evicted_blocks=self._evicted[BLOCK],
-            evicted_snapshots=self._evicted[SNAPSHOT],
-        )
-
-    def check(self) -> None:
-        """Raises: InvariantError."""
-        used = [e for entry in self._entries.values() for e in entry.extents]
-        used += [e for extents in self._quarantine.values() for e in extents]
-        self._pages.check(used)
-        shown = [key for key, entry in self._entries.items() if entry.state is State.VISIBLE]
-        if {kind: sum(key.kind == kind for key in shown) for kind in self._visible} != self._visible:
-            raise InvariantError("visible entries miscounted")
-        self._retention.check(
-            here={k for k, e in self._entries.items() if e.state is not State.LEAVING},
-            shown=set(shown),
-            pins=self._leases.covered(),
-        )
-
-    def _end_quiet(self, now_ms: int) -> None:
-        for key in self._leases.take_quiet(now_ms):
-            self._retention.unpin(key)
-
-    def _drop(self, key: Key, state: State) -> Stored:
-        entry = self._in_state(key, state)
-        del self._entries[key]
-        self._retention.drop(key)
-        return entry
-
-    def _in_state(self, key: Key, state: State) -> Stored:
-        entry = self._entries.get(key)
-        if entry is None or entry.state is not state:
-            raise InvariantError(f"{key.kind}: {entry.state if entry else 'absent'}, not {state}")
-        return entry

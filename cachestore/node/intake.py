@@ -14,7 +14,8 @@ from cachestore.checksum import checksum
 from cachestore.entries import BLOCK, SNAPSHOT, Key, Offer
 from cachestore.index import CacheIndex
 from cachestore.lookup import Kind, Tier
-from cachestore.node.core import Admission, NodeCore, Region
+from cachestore.node.books import Admission, Region
+from cachestore.node.core import NodeCore
 from cachestore.node.metrics import NodeMetrics
 from cachestore.node.naming import index_entries
 from cachestore.transports import Read, ReadHandle, Slice, TransportSet

@@ -1,0 +1,159 @@
+"""What a node's books are made of."""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from cachestore.entries import BLOCK, SNAPSHOT, Key, Offer
+from cachestore.node.allocator import Extent
+from cachestore.node.states import IN_MEMORY, ON_DISK, WITH_FILE, State
+from cachestore.retention import Retention
+from moonrelay.errors import InvariantError
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """A checked range of the arena; an entry is its regions in order."""
+
+    offset: int
+    length: int
+    xxh3: int
+
+
+@dataclass(slots=True, eq=False)
+class Stored:
+    """An entry. `extents`, `regions`: in memory. `sums` (length and xxh3 of each part), `file_bytes`: on disk."""
+
+    offer: Offer
+    extents: tuple[Extent, ...] = ()
+    state: State = State.LANDING
+    regions: tuple[Region, ...] = ()
+    sums: tuple[tuple[int, int], ...] = ()
+    file_bytes: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        """What it takes of the arena."""
+        return sum(e.length for e in self.extents)
+
+    def check(self) -> None:
+        """It is where its state says. Raises: InvariantError."""
+        in_memory, on_disk = bool(self.extents), bool(self.file_bytes)
+        if self.state is State.LEAVING:
+            right, readable = in_memory != on_disk, in_memory
+        else:
+            right = (in_memory, on_disk) == (self.state is not State.DISK, self.state in WITH_FILE)
+            readable = self.state in IN_MEMORY
+        if not right or sum(r.length for r in self.regions) != (self.offer.nbytes if readable else 0):
+            raise InvariantError(f"{self.offer.key.kind}: {self.state.name} with {self.extents}, {self.file_bytes}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Admission:
+    """What became of each offer. `new` have memory and are LANDING; the rest need nothing from the publisher."""
+
+    new: tuple[Key, ...]
+    already_there: tuple[Key, ...]
+    in_progress: tuple[Key, ...]
+    refused: tuple[Key, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DiskStats:
+    """`used_bytes`: of entries' files, one being written included. `deleting_bytes`: files on their way out."""
+
+    capacity_bytes: int = 0
+    used_bytes: int = 0
+    deleting_bytes: int = 0
+    num_blocks: int = 0  # on disk, in memory or not; being written too
+    num_snapshots: int = 0
+    num_waiting: int = 0  # to be written
+    promoted: int = 0
+    demoted: int = 0  # left memory, stayed on disk
+    evicted: int = 0  # files
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeStats:
+    capacity_bytes: int
+    free_bytes: int
+    quarantined_bytes: int
+    num_blocks: int  # that can be leased, from memory or from disk
+    num_snapshots: int
+    num_hidden: int  # landing, being promoted or leaving
+    num_leases: int
+    evicted_blocks: int
+    evicted_snapshots: int
+    disk: DiskStats = DiskStats()
+
+
+class DiskBooks:
+    """The files' half: room, order of leaving, and what waits to be written. No capacity: no disk."""
+
+    def __init__(self, capacity_bytes: int) -> None:
+        self.capacity_bytes = capacity_bytes
+        self.retention = Retention()  # entries with a file, or with one being written
+        self.used_bytes = 0
+        self.deleting_bytes = 0
+        self.waiting: OrderedDict[Key, bool] = OrderedDict()  # whether it, or what rests on it, was ever leased
+        self._count = {BLOCK: 0, SNAPSHOT: 0}
+        self.promoted = self.demoted = self.evicted = 0
+
+    @property
+    def free_bytes(self) -> int:
+        return self.capacity_bytes - self.used_bytes - self.deleting_bytes
+
+    def want(self, key: Key, *, used: bool) -> None:
+        """It should be written, after what is waiting already."""
+        if self.capacity_bytes:
+            self.waiting[key] = used or self.waiting.get(key, False)
+
+    def take(self, entry: Stored, nbytes: int) -> None:
+        """Room for an entry's file."""
+        if nbytes > self.free_bytes:
+            raise InvariantError("a file without room for it")
+        entry.file_bytes = nbytes
+        self.used_bytes += nbytes
+        self._count[entry.offer.key.kind] += 1
+        self.retention.add(entry.offer, nbytes)
+
+    def give(self, entry: Stored, *, kept: bool, exists: bool) -> None:
+        """The entry has no file any more; one that `exists` is to be deleted. `kept`: retention still has it."""
+        if kept:
+            self.retention.drop(entry.offer.key)
+        self.used_bytes -= entry.file_bytes
+        self._count[entry.offer.key.kind] -= 1
+        if exists:
+            self.deleting_bytes += entry.file_bytes
+            self.evicted += 1
+        entry.file_bytes, entry.sums = 0, ()
+
+    def stats(self) -> DiskStats:
+        return DiskStats(
+            capacity_bytes=self.capacity_bytes,
+            used_bytes=self.used_bytes,
+            deleting_bytes=self.deleting_bytes,
+            num_blocks=self._count[BLOCK],
+            num_snapshots=self._count[SNAPSHOT],
+            num_waiting=len(self.waiting),
+            promoted=self.promoted,
+            demoted=self.demoted,
+            evicted=self.evicted,
+        )
+
+    def check(self, entries: Mapping[Key, Stored]) -> None:
+        """Raises: InvariantError."""
+        with_file = {key: entry for key, entry in entries.items() if entry.file_bytes}
+        if self.used_bytes != sum(e.file_bytes for e in with_file.values()) or min(
+            self.deleting_bytes, self.free_bytes
+        ) < 0:  # fmt: skip
+            raise InvariantError("the disk's books do not balance")
+        if self._count != {kind: sum(key.kind == kind for key in with_file) for kind in self._count}:
+            raise InvariantError("files miscounted")
+        self.retention.check(
+            here={key for key, entry in with_file.items() if entry.state is not State.LEAVING},
+            shown={key for key, entry in with_file.items() if entry.state in (State.BOTH, *ON_DISK)},
+            pins=Counter(key for key, entry in with_file.items() if entry.state is State.PROMOTING),
+        )

@@ -1,0 +1,133 @@
+"""A node's books: what is held, where, and how much of everything; and the check that they balance."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+from cachestore.entries import BLOCK, SNAPSHOT, Key, Offer
+from cachestore.node.allocator import Extent, PageAllocator
+from cachestore.node.books import DiskBooks, NodeStats, Region, Stored
+from cachestore.node.leases import Leases
+from cachestore.node.states import IN_MEMORY, ON_DISK, VISIBLE, Event, State, after
+from cachestore.retention import Retention
+from moonrelay.errors import InvariantError
+
+
+class Ledger:
+    """The state of `NodeCore`, and the steps that keep it whole."""
+
+    def __init__(self, capacity_bytes: int, *, longest_transfer_ms: int = 2_000, disk_bytes: int = 0) -> None:
+        self._pages = PageAllocator(capacity_bytes)
+        self._entries: dict[Key, Stored] = {}
+        self._retention = Retention()  # entries in memory, landing ones included
+        self._disk = DiskBooks(disk_bytes)
+        self._leases = Leases(longest_transfer_ms)
+        self._held: Counter[Key] = Counter()  # in memory, beside leases: being written, or wanted by a promotion
+        self._quarantine: dict[int, tuple[Extent, ...]] = {}
+        self._visible = {BLOCK: 0, SNAPSHOT: 0}
+        self._evicted = {BLOCK: 0, SNAPSHOT: 0}
+        self._num_on_disk = 0  # only there
+        self._resting: Counter[Key] = Counter()  # entries on a key, itself here or not; LEAVING ones not
+
+    def entry(self, key: Key) -> Stored | None:
+        """The books' own; to look at only."""
+        return self._entries.get(key)
+
+    def resting_on(self, gone: Iterable[Key]) -> list[Key]:
+        """What is visible and rests on entries that had to go before it, at any depth. Looks at everything."""
+        reached, found = set(gone), []
+        for key, entry in sorted(self._entries.items(), key=lambda item: item[1].offer.rank):
+            if entry.offer.parent in reached and entry.state in VISIBLE:
+                reached.add(key)
+                found.append(key)
+        return found
+
+    def visible(self) -> dict[Key, tuple[Region, ...]]:
+        """Everything that the index should name, and where in memory it is; on disk: nowhere."""
+        return {key: entry.regions for key, entry in self._entries.items() if entry.state in VISIBLE}
+
+    def stats(self) -> NodeStats:
+        return NodeStats(
+            capacity_bytes=self._pages.capacity_bytes,
+            free_bytes=self._pages.free_bytes,
+            quarantined_bytes=sum(e.length for extents in self._quarantine.values() for e in extents),
+            num_blocks=self._visible[BLOCK],
+            num_snapshots=self._visible[SNAPSHOT],
+            num_hidden=len(self._entries) - sum(self._visible.values()),
+            num_leases=len(self._leases),
+            evicted_blocks=self._evicted[BLOCK],
+            evicted_snapshots=self._evicted[SNAPSHOT],
+            disk=self._disk.stats(),
+        )
+
+    def check(self) -> None:
+        """Raises: InvariantError."""
+        entries = self._entries.items()
+        self._pages.check(
+            [extent for _, entry in entries for extent in entry.extents]
+            + [extent for extents in self._quarantine.values() for extent in extents]
+        )
+        for _, entry in entries:
+            entry.check()
+        shown = [key for key, entry in entries if entry.state in VISIBLE]
+        if {kind: sum(key.kind == kind for key in shown) for kind in self._visible} != self._visible:
+            raise InvariantError("visible entries miscounted")
+        staying = [entry.offer.parent for _, entry in entries if entry.state is not State.LEAVING]
+        if self._resting != Counter(parent for parent in staying if parent is not None):
+            raise InvariantError("what rests on what is miscounted")
+        if self._num_on_disk != sum(entry.state in ON_DISK for _, entry in entries):
+            raise InvariantError("entries that are only on disk miscounted")
+        self._retention.check(
+            here={key for key, entry in entries if entry.extents and entry.state is not State.LEAVING},
+            shown={key for key, entry in entries if entry.state in IN_MEMORY},
+            pins=self._leases.covered() + self._held,
+        )
+        self._disk.check(self._entries)
+
+    def _bring(self, entry: Stored, regions: Sequence[Region]) -> None:
+        """Its bytes are in memory."""
+        if sum(r.length for r in regions) != entry.offer.nbytes:
+            raise InvariantError(f"{entry.offer.key.kind}: its regions do not add up to its bytes")
+        entry.state, entry.regions = after(entry.state, Event.VERIFIED), tuple(regions)
+        self._retention.show(entry.offer.key)
+
+    def _empty(self, entry: Stored) -> None:
+        """Its bytes leave memory; retention has let them go."""
+        entry.state = after(entry.state, Event.DROP_MEMORY)
+        self._pages.free(entry.extents)
+        entry.extents, entry.regions = (), ()
+        self._num_on_disk += 1
+        self._disk.demoted += 1
+
+    def _rest(self, offer: Offer, by: int) -> None:
+        if offer.parent is not None:
+            self._resting[offer.parent] += by
+            if not self._resting[offer.parent]:
+                del self._resting[offer.parent]
+
+    def _withdraw(self, entry: Stored) -> None:
+        entry.state = after(entry.state, Event.WITHDRAW)
+        self._rest(entry.offer, -1)
+        self._visible[entry.offer.key.kind] -= 1
+
+    def _missing(self, sizes: Iterable[int]) -> int:
+        return max(0, sum(self._pages.rounded(nbytes) for nbytes in sizes) - self._pages.free_bytes)
+
+    def _end_quiet(self, now_ms: int) -> None:
+        for key in self._leases.take_quiet(now_ms):
+            self._retention.unpin(key)
+
+    def _drop(self, key: Key, state: State) -> Stored:
+        entry = self._in_state(key, state)
+        del self._entries[key]
+        entry.state = State.LEAVING  # for whoever still looks at it
+        self._rest(entry.offer, -1)
+        self._retention.drop(key)
+        return entry
+
+    def _in_state(self, key: Key, state: State) -> Stored:
+        entry = self._entries.get(key)
+        if entry is None or entry.state is not state:
+            raise InvariantError(f"{key.kind}: {entry.state if entry else 'absent'}, not {state}")
+        return entry
