@@ -179,8 +179,9 @@ class Ours:
         """Lease the whole hit on its node; returns what gives it back."""
         stub = self._stub
         request = cache_pb2.LeaseRequest(
-            root=root, node_epoch=self.node.epoch, blocks=hashes, snapshots=hashes[-1:], ttl_ms=5_000
-        )
+            root=root, node_epoch=self.node.epoch, snapshot=hashes[-1], ttl_ms=5_000,
+            chains=[cache_pb2.Chain(last=hashes[-1], first_block=0, count=len(hashes))],
+        )  # fmt: skip
         reply = await stub.Lease(request)
         return lambda: stub.Release(cache_pb2.ReleaseRequest(lease_id=reply.lease_id, fence=reply.fence))
 

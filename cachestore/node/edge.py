@@ -12,13 +12,15 @@ import grpc
 
 from cachestore.client import LEASE_TTL_MS_MAX
 from cachestore.entries import BLOCK, SNAPSHOT, Key
-from cachestore.node.core import NodeCore, Region
+from cachestore.node.books import Stored
+from cachestore.node.chains import Chains
+from cachestore.node.core import NodeCore
 from cachestore.node.intake import ARENA_POOL, ENTRIES_MAX, Identity, Intake
 from cachestore.node.metrics import NodeMetrics
 from moonrelay.errors import InvalidRequest, InvariantError, Overloaded, ServeError, StaleEpoch
 from moonrelay.membership import Load, Membership
 from moonrelay.status import grpc_status
-from moonrelay.stubs.v1 import cache_pb2, cache_pb2_grpc, common_pb2
+from moonrelay.stubs.v1 import cache_pb2, cache_pb2_grpc
 from moonrelay.valkey import raise_if_cancelled
 
 logger = logging.getLogger(__name__)
@@ -43,6 +45,7 @@ class CacheNodeEdge(cache_pb2_grpc.CacheNodeServicer):
     ) -> None:  # fmt: skip
         self._core, self._intake, self._identity, self._metrics = core, intake, identity, metrics
         self._on_bug = on_bug
+        self._chains = Chains(core, ARENA_POOL)
         metrics.watch(core.stats)
 
     async def Publish(self, request: cache_pb2.PublishRequest, context: Any) -> cache_pb2.PublishReply:
@@ -77,25 +80,49 @@ class CacheNodeEdge(cache_pb2_grpc.CacheNodeServicer):
 
     async def _lease(self, request: cache_pb2.LeaseRequest) -> cache_pb2.LeaseReply:
         """All of the named entries or none. Raises: InvalidRequest, StaleEpoch, NotHere, Overloaded."""
+        for ended in request.ended:
+            self._core.release(ended.lease_id, ended.fence)
         if request.node_epoch != self._identity.epoch:
             raise StaleEpoch(f"this node's epoch is {self._identity.epoch}, not {request.node_epoch}")
-        if not 0 < len(request.blocks) + len(request.snapshots) <= ENTRIES_MAX:
-            raise InvalidRequest(f"a lease names 1 to {ENTRIES_MAX} entries", param="blocks")
         if not 0 < request.ttl_ms <= LEASE_TTL_MS_MAX:
             raise InvalidRequest(f"expected 1 to {LEASE_TTL_MS_MAX} ms, found {request.ttl_ms}", param="ttl_ms")
-        keys = [Key(request.root, BLOCK, h) for h in request.blocks]
-        keys += [Key(request.root, SNAPSHOT, h) for h in request.snapshots]
-        lease = self._core.lease(keys, request.ttl_ms, _now_ms())
+        named = self._named(request)
+        waiting = [entry.offer.key for entry, packed in named if not packed]
+        if waiting:
+            raise NotHere("an entry is on disk only")
+        # What rests on a chain's deepest block cannot leave before it: holding that one holds all.
+        ends = [Key(request.root, BLOCK, chain.last) for chain in request.chains]
+        ends += [Key(request.root, SNAPSHOT, request.snapshot)] * bool(request.snapshot)
+        lease = self._core.lease(ends, request.ttl_ms, _now_ms())
         if lease is None:
             raise Overloaded("too many leases are in force")
         if isinstance(lease, Key):
             raise NotHere(f"a {lease.kind} is not here")
         self._metrics.leases_granted.inc()
-        spans = [cache_pb2.EntrySpans(spans=map(_span, self._core.regions(key))) for key in keys]
-        count = len(request.blocks)
         return cache_pb2.LeaseReply(
-            lease_id=lease.id, fence=lease.fence, ttl_ms=lease.ttl_ms, blocks=spans[:count], snapshots=spans[count:]
+            lease_id=lease.id, fence=lease.fence, ttl_ms=lease.ttl_ms, spans=b"".join(packed for _, packed in named)
         )
+
+    def _named(self, request: cache_pb2.LeaseRequest) -> list[tuple[Stored, bytes]]:
+        """Every entry that a lease names, with its packed spans; none where it is on disk only.
+
+        Raises: InvalidRequest, NotHere.
+        """
+        count = sum(chain.count for chain in request.chains) + bool(request.snapshot)
+        if not 0 < count <= ENTRIES_MAX or any(chain.count == 0 for chain in request.chains):
+            raise InvalidRequest(f"a lease names 1 to {ENTRIES_MAX} entries", param="chains")
+        named: list[tuple[Stored, bytes]] = []
+        for chain in request.chains:
+            found = self._chains.find(Key(request.root, BLOCK, chain.last), chain.first_block, chain.count)
+            if found is None:
+                raise NotHere("a block is not here")
+            named += zip(*found, strict=True)
+        if request.snapshot:
+            snapshot = self._chains.single(Key(request.root, SNAPSHOT, request.snapshot))
+            if snapshot is None:
+                raise NotHere("a snapshot is not here")
+            named.append(snapshot)
+        return named
 
     async def _renew(self, request: cache_pb2.RenewRequest) -> cache_pb2.RenewReply:
         lease = self._core.renew(request.lease_id, request.fence, _now_ms())
@@ -116,10 +143,6 @@ class CacheNodeEdge(cache_pb2_grpc.CacheNodeServicer):
         except InvariantError as bug:
             self._on_bug(bug)
             raise
-
-
-def _span(region: Region) -> common_pb2.Span:
-    return common_pb2.Span(pool=ARENA_POOL, offset=region.offset, length=region.length, xxh3=region.xxh3)
 
 
 def _now_ms() -> int:

@@ -59,7 +59,7 @@ class _Pending:
     def run(self, fabric: MemoryFabric) -> None:
         try:
             source = fabric.find(self._peer)
-            report = self._transport.copy(source, self._reads, self._handle.note)
+            report = self._transport.copy(source, self._reads, self._handle)
         except ServeError as error:
             self._handle.fail(error)
         else:
@@ -82,9 +82,9 @@ class MemoryTransport:
         handle.note = note
         self._fabric.run(peer.instance_id, _Pending(self, handle, peer, reads))
 
-    def copy(self, source: Pools, reads: Sequence[Read], note: str | None) -> ReadReport:
+    def copy(self, source: Pools, reads: Sequence[Read], handle: ReadHandle) -> ReadReport:
         """Move and verify every segment. Raises: TransferError out of the peer's range, ChecksumMismatch."""
-        verifier, moved = Verifier(reads, self._pools), 0
+        verifier, moved = Verifier(reads, self._pools, handle), 0
         for read in reads:
             if not source.holds(read.span.pool, read.span.offset, read.span.length):
                 raise TransferError(f"refused: pool {read.span.pool} offset {read.span.offset} is not registered")
@@ -95,7 +95,7 @@ class MemoryTransport:
                 moved += segment.length
             verifier.landed(group)
         return ReadReport(
-            transport="memory", bytes=moved, pull_seconds=0.0, verify_seconds=verifier.seconds, note=note
+            transport="memory", bytes=moved, pull_seconds=0.0, verify_seconds=verifier.seconds, note=handle.note
         )
 
     async def close(self) -> None:

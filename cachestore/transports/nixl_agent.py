@@ -188,7 +188,7 @@ class Transfer:
         self._next = next(self._groups, None)
         self._inline = False
         self._flying: deque[tuple[Xfer, bool, list[Segment]]] = deque()
-        self._verifier = Verifier(reads, agent.pools)
+        self._verifier = Verifier(reads, agent.pools, handle)
         self._bytes = sum(read.span.length for read in reads)
         self._error: ServeError | None = None
         self._started = time.perf_counter()

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import xxhash
 
-from cachestore.transports.base import ChecksumMismatch, Read
+from cachestore.transports.base import ChecksumMismatch, Read, ReadHandle
 from cachestore.transports.pools import Pools
 from moonrelay.errors import InvariantError
 
@@ -76,9 +76,14 @@ def groups(reads: Sequence[Read]) -> Iterator[list[Segment]]:
 
 
 class Verifier:
-    """Checks a read's spans as their segments land, in order, while the bytes are still in the processor's cache."""
+    """Checks a read's spans as their segments land, in order, while the bytes are still in the processor's cache.
 
-    def __init__(self, reads: Sequence[Read], pools: Pools) -> None:
+    `handle` is told how many are right; a transport that begins anew makes a new verifier.
+    """
+
+    def __init__(self, reads: Sequence[Read], pools: Pools, handle: ReadHandle) -> None:
+        handle.verified = 0
+        self._handle = handle
         self._reads = reads
         self._pools = pools
         self._running = xxhash.xxh3_64()
@@ -102,4 +107,5 @@ class Verifier:
                 raise ChecksumMismatch(
                     f"span {segment.read_index} of {len(self._reads)}: its bytes differ from the promised checksum"
                 )
+            self._handle.verified = segment.read_index + 1
         self.seconds += time.perf_counter() - started

@@ -106,7 +106,7 @@ class TcpTransport:
 
     def _transfer(self, reading: _Reading, sock: socket.socket) -> ReadReport:
         started = time.perf_counter()
-        verifier = Verifier(reading.reads, self._pools)
+        verifier = Verifier(reading.reads, self._pools, reading.handle)
         kept = False
         try:
             reading.use(sock)

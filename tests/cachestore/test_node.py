@@ -16,6 +16,7 @@ from cache_world import BLOCK_BYTES, ROWS, STATE_BYTES, Prompt, local_world, pro
 from tests_cachestore import soon
 
 from cachestore.node.allocator import PAGE_BYTES, PageAllocator
+from cachestore.spans import unpack
 from cachestore.transports import Landing
 from moonrelay.errors import ServeError, TransferError, Unavailable
 from moonrelay.stubs.v1 import cache_pb2, cache_pb2_grpc
@@ -136,8 +137,21 @@ def test_a_leased_bundle_survives_pressure_and_an_offer_larger_than_the_node_evi
     asyncio.run(run())
 
 
+def chain(what: Prompt, first: int, count: int, last: bytes | None = None) -> dict:
+    return {
+        "last": last or what.hashes[min(first + count, len(what.hashes)) - 1],
+        "first_block": first,
+        "count": count,
+    }
+
+
 def lease_request(epoch: int, what: Prompt, **changes) -> cache_pb2.LeaseRequest:
-    given = {"root": what.root, "node_epoch": epoch, "blocks": what.hashes, "snapshots": [what.hashes[-1]]}
+    given = {
+        "root": what.root,
+        "node_epoch": epoch,
+        "chains": [chain(what, 0, len(what.hashes))],
+        "snapshot": what.hashes[-1],
+    }
     return cache_pb2.LeaseRequest(**(given | {"ttl_ms": 1_000} | changes))
 
 
@@ -147,11 +161,15 @@ def test_a_lease_is_all_or_nothing_and_bad_ones_are_refused(valkey: LocalValkey)
             mine, epoch = prompt(fresh_root(), (5, 3)), world.member.epoch
             await world.worker.publish(world.member, mine, range(3), (3,))
             cases = [
-                (lease_request(epoch, mine, blocks=[*mine.hashes, bytes(16)]), grpc.StatusCode.NOT_FOUND),
+                (lease_request(epoch, mine, chains=[chain(mine, 0, 3, last=bytes(16))]), grpc.StatusCode.NOT_FOUND),
+                (lease_request(epoch, mine, chains=[chain(mine, 1, 3)]), grpc.StatusCode.NOT_FOUND),  # not its depth
+                (lease_request(epoch, mine, chains=[chain(mine, 0, 4)]), grpc.StatusCode.NOT_FOUND),
+                (lease_request(epoch, mine, chains=[chain(mine, 0, 0)]), grpc.StatusCode.INVALID_ARGUMENT),
+                (lease_request(epoch, mine, snapshot=mine.hashes[1]), grpc.StatusCode.NOT_FOUND),
                 (lease_request(epoch, mine, root=bytes(16)), grpc.StatusCode.NOT_FOUND),
                 (lease_request(epoch - 1, mine), grpc.StatusCode.FAILED_PRECONDITION),
                 (lease_request(epoch, mine, ttl_ms=0), grpc.StatusCode.INVALID_ARGUMENT),
-                (lease_request(epoch, mine, blocks=[], snapshots=[]), grpc.StatusCode.INVALID_ARGUMENT),
+                (lease_request(epoch, mine, chains=[], snapshot=b""), grpc.StatusCode.INVALID_ARGUMENT),
             ]
             async with grpc.aio.insecure_channel(world.member.grpc_address) as channel:
                 stub = cache_pb2_grpc.CacheNodeStub(channel)
@@ -161,10 +179,13 @@ def test_a_lease_is_all_or_nothing_and_bad_ones_are_refused(valkey: LocalValkey)
                     assert caught.value.code() is status
                 assert world.node.core.stats().num_leases == 0
                 lease = await stub.Lease(lease_request(epoch, mine))
-                assert [len(b.spans) for b in lease.blocks] == [1, 1, 1] and len(lease.snapshots[0].spans) == 2
+                assert unpack(lease.spans)["last"].tolist() == [1, 1, 1, 0, 1]  # a state has two regions
                 assert (await stub.Renew(cache_pb2.RenewRequest(lease_id=lease.lease_id, fence=lease.fence))).ttl_ms
                 with pytest.raises(grpc.aio.AioRpcError):
                     await stub.Renew(cache_pb2.RenewRequest(lease_id=lease.lease_id, fence=lease.fence + 1))
+                ended = [{"lease_id": lease.lease_id, "fence": lease.fence}]
+                await stub.Lease(lease_request(epoch, mine, chains=[chain(mine, 1, 1)], ended=ended))
+                assert world.node.core.stats().num_leases == 1
 
     asyncio.run(run())
 

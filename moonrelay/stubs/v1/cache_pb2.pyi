@@ -54,22 +54,20 @@ class PublishReply(_message.Message):
     def __init__(self, stored: _Optional[int] = ..., already_there: _Optional[int] = ..., refused: _Optional[int] = ..., in_progress: _Optional[int] = ...) -> None: ...
 
 class LeaseRequest(_message.Message):
-    __slots__ = ("root", "node_epoch", "blocks", "snapshots", "ttl_ms", "chains", "snapshot")
+    __slots__ = ("root", "node_epoch", "ttl_ms", "chains", "snapshot", "ended")
     ROOT_FIELD_NUMBER: _ClassVar[int]
     NODE_EPOCH_FIELD_NUMBER: _ClassVar[int]
-    BLOCKS_FIELD_NUMBER: _ClassVar[int]
-    SNAPSHOTS_FIELD_NUMBER: _ClassVar[int]
     TTL_MS_FIELD_NUMBER: _ClassVar[int]
     CHAINS_FIELD_NUMBER: _ClassVar[int]
     SNAPSHOT_FIELD_NUMBER: _ClassVar[int]
+    ENDED_FIELD_NUMBER: _ClassVar[int]
     root: bytes
     node_epoch: int
-    blocks: _containers.RepeatedScalarFieldContainer[bytes]
-    snapshots: _containers.RepeatedScalarFieldContainer[bytes]
     ttl_ms: int
     chains: _containers.RepeatedCompositeFieldContainer[Chain]
     snapshot: bytes
-    def __init__(self, root: _Optional[bytes] = ..., node_epoch: _Optional[int] = ..., blocks: _Optional[_Iterable[bytes]] = ..., snapshots: _Optional[_Iterable[bytes]] = ..., ttl_ms: _Optional[int] = ..., chains: _Optional[_Iterable[_Union[Chain, _Mapping]]] = ..., snapshot: _Optional[bytes] = ...) -> None: ...
+    ended: _containers.RepeatedCompositeFieldContainer[ReleaseRequest]
+    def __init__(self, root: _Optional[bytes] = ..., node_epoch: _Optional[int] = ..., ttl_ms: _Optional[int] = ..., chains: _Optional[_Iterable[_Union[Chain, _Mapping]]] = ..., snapshot: _Optional[bytes] = ..., ended: _Optional[_Iterable[_Union[ReleaseRequest, _Mapping]]] = ...) -> None: ...
 
 class Chain(_message.Message):
     __slots__ = ("last", "first_block", "count")
@@ -82,26 +80,16 @@ class Chain(_message.Message):
     def __init__(self, last: _Optional[bytes] = ..., first_block: _Optional[int] = ..., count: _Optional[int] = ...) -> None: ...
 
 class LeaseReply(_message.Message):
-    __slots__ = ("lease_id", "fence", "ttl_ms", "blocks", "snapshots", "spans")
+    __slots__ = ("lease_id", "fence", "ttl_ms", "spans")
     LEASE_ID_FIELD_NUMBER: _ClassVar[int]
     FENCE_FIELD_NUMBER: _ClassVar[int]
     TTL_MS_FIELD_NUMBER: _ClassVar[int]
-    BLOCKS_FIELD_NUMBER: _ClassVar[int]
-    SNAPSHOTS_FIELD_NUMBER: _ClassVar[int]
     SPANS_FIELD_NUMBER: _ClassVar[int]
     lease_id: str
     fence: int
     ttl_ms: int
-    blocks: _containers.RepeatedCompositeFieldContainer[EntrySpans]
-    snapshots: _containers.RepeatedCompositeFieldContainer[EntrySpans]
     spans: bytes
-    def __init__(self, lease_id: _Optional[str] = ..., fence: _Optional[int] = ..., ttl_ms: _Optional[int] = ..., blocks: _Optional[_Iterable[_Union[EntrySpans, _Mapping]]] = ..., snapshots: _Optional[_Iterable[_Union[EntrySpans, _Mapping]]] = ..., spans: _Optional[bytes] = ...) -> None: ...
-
-class EntrySpans(_message.Message):
-    __slots__ = ("spans",)
-    SPANS_FIELD_NUMBER: _ClassVar[int]
-    spans: _containers.RepeatedCompositeFieldContainer[_common_pb2.Span]
-    def __init__(self, spans: _Optional[_Iterable[_Union[_common_pb2.Span, _Mapping]]] = ...) -> None: ...
+    def __init__(self, lease_id: _Optional[str] = ..., fence: _Optional[int] = ..., ttl_ms: _Optional[int] = ..., spans: _Optional[bytes] = ...) -> None: ...
 
 class RenewRequest(_message.Message):
     __slots__ = ("lease_id", "fence")

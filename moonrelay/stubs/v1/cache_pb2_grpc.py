@@ -67,7 +67,8 @@ class CacheNodeServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Lease(self, request, context):
-        """A timed right to read the named entries. All or nothing: one missing entry is NOT_FOUND.
+        """A timed right to read the named entries. All or nothing: one missing entry is NOT_FOUND. What rests on a chain's
+        deepest block cannot leave before it, so a chain is named by that one.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -1,0 +1,361 @@
+"""One fetch of a hit: lease, read, verify, and where that fails the next shallower alternative.
+
+What has landed and agrees with its leased checksum stays where it is for the alternatives: a block is named by its
+hash, whoever had it. Blocks whose read went wrong, and nodes that do not answer, are not asked again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+import grpc
+import numpy as np
+
+from cachestore.spans import DISK, unpack
+from cachestore.transports import ChecksumMismatch, Landing, Read, ReadHandle, ReadReport, Slice, TransportSet
+from moonrelay.errors import ServeError, StaleEpoch
+from moonrelay.membership import Member
+from moonrelay.stubs.v1 import cache_pb2
+from moonrelay.stubs.v1.common_pb2 import Peer, Span
+from moonrelay.stubs.v1.worker_pb2 import CacheHit, CacheRun
+
+logger = logging.getLogger(__name__)
+
+LEASE_TTL_MS = 6_000  # renewed at a third for as long as a read goes on
+LEASE_MARGIN_MS = 500  # beyond the fetch's own deadline
+ABORT_WAIT_S = 0.05
+ATTEMPT_S_MIN = 0.02  # with less time left an alternative is not begun
+FetchMiss = Literal["stale_index", "tier_error", "fingerprint"]
+NodeKey = tuple[str, int]
+
+
+class Nodes(Protocol):
+    """Live cache nodes: `Membership`, or a test's list."""
+
+    def find(self, instance_id: str, epoch: int) -> Member | None: ...
+
+
+class LeaseCalls(Protocol):
+    """A node's leases, as calls. Errors are grpc's."""
+
+    async def lease(
+        self, node: Member, request: cache_pb2.LeaseRequest, timeout_s: float
+    ) -> cache_pb2.LeaseReply: ...
+
+    async def renew(self, node: Member, lease: cache_pb2.LeaseReply, timeout_s: float) -> bool: ...
+
+    def release(self, node: Member, lease: cache_pb2.LeaseReply) -> None: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """So many of the restored blocks came from this node, where it had them in memory or on disk."""
+
+    node: Member
+    blocks: int
+    on_disk: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FetchReport:
+    """What landed: `tokens` of the hit, all unless `miss_reason` says why not.
+
+    `xxh3`: each restored block's checksum, None where it came in pieces. `bytes`, `transport` and the seconds are of
+    the attempt that succeeded.
+    """
+
+    tokens: int = 0
+    miss_reason: FetchMiss | None = None
+    detail: str = ""
+    bytes: int = 0
+    transport: str = ""
+    note: str | None = None
+    pull_seconds: float = 0.0
+    verify_seconds: float = 0.0
+    xxh3: tuple[int | None, ...] = ()
+    places: tuple[Place, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """Where a fetch goes: one slice per block, one for the state; both are the caller's again once nothing lands."""
+
+    root: bytes
+    hashes: Sequence[bytes]
+    rows: Sequence[Slice]
+    state: Slice
+    deadline_s: float
+    landing: Landing
+
+
+@dataclass(slots=True, kw_only=True)
+class _Part:
+    """What one node gives to an attempt: block ranges, and perhaps the snapshot, at that depth."""
+
+    member: Member
+    ranges: list[tuple[int, int]]
+    snapshot: int = 0
+    lease: cache_pb2.LeaseReply | None = None
+    valid_until_s: float = 0.0
+    entry_of: list[int] = field(default_factory=list)  # per read: which of `entries()`
+    sums: dict[int, int | None] = field(default_factory=dict)  # block to checksum
+    on_disk: set[int] = field(default_factory=set)
+    handle: ReadHandle | None = None
+
+    @property
+    def key(self) -> NodeKey:
+        return (self.member.instance_id, self.member.epoch)
+
+    def blocks(self) -> list[int]:
+        return [i for first, end in self.ranges for i in range(first, end)]
+
+    def entries(self) -> list[int]:
+        """In the order of the lease: blocks by index, then the snapshot as its depth below zero."""
+        return self.blocks() + [-self.snapshot] * bool(self.snapshot)
+
+
+@dataclass(frozen=True, slots=True)
+class _Landed:
+    """A block that is in its place, verified."""
+
+    xxh3: int | None
+    node: Member
+    on_disk: bool
+
+
+class _Miss(Exception):  # an outcome, not an error; never leaves this module
+    def __init__(self, reason: FetchMiss, detail: str) -> None:
+        super().__init__(detail)
+        self.reason: FetchMiss = reason
+
+
+class Fetch:
+    """Made for one hit; `run` once."""
+
+    def __init__(self, transports: TransportSet, nodes: Nodes, calls: LeaseCalls, target: Target) -> None:
+        self._transports, self._nodes, self._calls, self._to = transports, nodes, calls, target
+        self._landed: dict[int, _Landed] = {}
+        self._silent: set[NodeKey] = set()
+        self._bad: set[tuple[NodeKey, int]] = set()  # a node's entry that did not agree with its checksum
+
+    async def run(self, hit: CacheHit) -> FetchReport:
+        """The hit or the deepest alternative that can be had; never raises for a node's failure."""
+        bundles = [hit, *hit.alternatives]
+        first: _Miss | None = None
+        for number, bundle in enumerate(bundles):
+            left_s = self._to.deadline_s - time.monotonic()
+            if first is not None and (self._to.landing.pending or left_s < ATTEMPT_S_MIN):
+                break  # late bytes may still land where the alternative would
+            # A node that does not answer must leave time for those that would.
+            share = 2 if any(_nodes(bundle).isdisjoint(_nodes(b)) for b in bundles[number + 1 :]) else 1
+            try:
+                reports = await self._attempt(bundle, time.monotonic() + left_s / share)
+            except _Miss as miss:
+                logger.info("cache fetch missed", extra={"reason": miss.reason, "detail": str(miss)})
+                first = first or miss
+                continue
+            return self._report(bundle, reports, first)
+        assert first is not None
+        return FetchReport(miss_reason=first.reason, detail=str(first))
+
+    def _report(self, bundle: CacheHit, reports: Sequence[ReadReport], missed: _Miss | None) -> FetchReport:
+        blocks = [self._landed[i] for i in range(bundle.snapshot.first_block)]
+        counts: dict[tuple[NodeKey, bool], list[Member]] = {}
+        for block in blocks:
+            key = ((block.node.instance_id, block.node.epoch), block.on_disk)
+            counts.setdefault(key, []).append(block.node)
+        return FetchReport(
+            tokens=bundle.tokens,
+            miss_reason=missed.reason if missed else None,
+            detail=str(missed or ""),
+            bytes=sum(r.bytes for r in reports),
+            transport="+".join(sorted({r.transport for r in reports})),
+            note=next((r.note for r in reports if r.note is not None), None),
+            pull_seconds=max(r.pull_seconds for r in reports),
+            verify_seconds=sum(r.verify_seconds for r in reports),
+            xxh3=tuple(block.xxh3 for block in blocks),
+            places=tuple(
+                Place(node=nodes[0], blocks=len(nodes), on_disk=on_disk) for (_, on_disk), nodes in counts.items()
+            ),
+        )
+
+    async def _attempt(self, bundle: CacheHit, until_s: float) -> list[ReadReport]:
+        """Lease on every node, read, give the leases back. Raises: _Miss."""
+        parts = self._parts(bundle)
+        end = bundle.snapshot.first_block
+        try:
+            await self._lease(parts, self._to.hashes[end - 1], until_s)
+            plans = [(part, self._reads(part)) for part in parts]
+            reports = await self._read(plans, until_s)
+            for part in parts:
+                if time.monotonic() > part.valid_until_s:
+                    raise _Miss("tier_error", "a lease ended before the read did")
+            for part in parts:
+                self._note_landed(part, part.blocks())
+            return reports
+        finally:
+            if not self._to.landing.pending:  # else the leases end by themselves: their reads may still be under way
+                for part in parts:
+                    if part.lease is not None:
+                        self._calls.release(part.member, part.lease)
+
+    def _parts(self, bundle: CacheHit) -> list[_Part]:
+        """What is missing of the bundle, by node. Raises: _Miss where a node is gone or known to fail, or the bundle
+        does not describe whole chains."""
+        end = bundle.snapshot.first_block
+        at = 0
+        for run in bundle.runs:
+            if run.first_block != at or run.end_block <= at:
+                raise _Miss("stale_index", "the hit's runs leave a gap")
+            at = run.end_block
+        if at != end or not 0 < end <= min(len(self._to.rows), len(self._to.hashes)):
+            raise _Miss("stale_index", "the hit, its snapshot and the rows disagree on the depth")
+        parts: dict[NodeKey, _Part] = {}
+        for run in bundle.runs:
+            missing = list(self._missing(run))
+            if missing:
+                self._part(parts, run).ranges += missing
+        self._part(parts, bundle.snapshot).snapshot = end
+        for part in parts.values():
+            if any((part.key, entry) in self._bad for entry in part.entries()):
+                raise _Miss("tier_error", f"{part.key[0]} has a part that does not agree with its checksum")
+        return list(parts.values())
+
+    def _part(self, parts: dict[NodeKey, _Part], run: CacheRun) -> _Part:
+        key = (run.node_id, run.node_epoch)
+        member = self._nodes.find(*key)
+        if member is None or key in self._silent:
+            raise _Miss("stale_index", f"{key[0]} epoch {key[1]} is not a member, or does not answer")
+        return parts.setdefault(key, _Part(member=member, ranges=[]))
+
+    def _missing(self, run: CacheRun) -> Iterator[tuple[int, int]]:
+        """The run without what is in its place already."""
+        at = run.first_block
+        while at < run.end_block:
+            if at in self._landed:
+                at += 1
+                continue
+            stop = next((i for i in range(at, run.end_block) if i in self._landed), run.end_block)
+            yield at, stop
+            at = stop
+
+    async def _lease(self, parts: Sequence[_Part], snapshot: bytes, until_s: float) -> None:
+        """All parts at once. Raises: _Miss; then some of them may hold a lease."""
+        results = await asyncio.gather(
+            *(self._lease_part(part, snapshot, until_s) for part in parts), return_exceptions=True
+        )
+        for result in results:
+            if isinstance(result, BaseException):
+                raise result
+
+    async def _lease_part(self, part: _Part, snapshot: bytes, until_s: float) -> None:
+        left_ms = int(1000 * (self._to.deadline_s - time.monotonic()))
+        request = cache_pb2.LeaseRequest(
+            root=self._to.root,
+            node_epoch=part.member.epoch,
+            chains=[
+                cache_pb2.Chain(last=self._to.hashes[end - 1], first_block=first, count=end - first)
+                for first, end in part.ranges
+            ],
+            snapshot=snapshot if part.snapshot else b"",
+            ttl_ms=min(LEASE_TTL_MS, max(1, left_ms) + LEASE_MARGIN_MS),
+        )
+        asked_s = time.monotonic()  # a lease is counted from before it was granted
+        try:
+            part.lease = await self._calls.lease(part.member, request, max(0.001, until_s - asked_s))
+        except grpc.aio.AioRpcError as error:
+            gone = (grpc.StatusCode.NOT_FOUND, grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.UNAVAILABLE)
+            if error.code() is not grpc.StatusCode.NOT_FOUND:
+                self._silent.add(part.key)
+            raise _Miss("stale_index" if error.code() in gone else "tier_error", error.details() or "") from None
+        part.valid_until_s = asked_s + part.lease.ttl_ms / 1000
+
+    def _reads(self, part: _Part) -> list[Read]:
+        """Every leased span beside the part of our memory it belongs to. Raises: _Miss where they do not fit."""
+        assert part.lease is not None
+        blocks = part.blocks()
+        places = [self._to.rows[i] for i in blocks] + [self._to.state] * bool(part.snapshot)
+        try:
+            records = unpack(part.lease.spans)
+        except ValueError as error:
+            raise _Miss("tier_error", f"an unreadable lease: {error}") from None
+        if int(np.count_nonzero(records["last"])) != len(places):
+            raise _Miss("tier_error", "the lease covers other entries than were asked for")
+        reads: list[Read] = []
+        number, done = 0, 0
+        for pool, tier, last, offset, length, xxh3 in records.tolist():
+            place = places[number]
+            span = Span(pool=pool, offset=offset, length=length, xxh3=xxh3)
+            reads.append(Read(span, (Slice(place.pool, place.offset + done, length),)))
+            part.entry_of.append(number)
+            if number < len(blocks):
+                part.sums[blocks[number]] = xxh3 if last and not done else None
+                if tier == DISK:
+                    part.on_disk.add(blocks[number])
+            done += length
+            if done > place.length or (last and done != place.length):
+                raise _Miss("fingerprint", f"an entry has {done} bytes where {place.length} belong")
+            if last:
+                number, done = number + 1, 0
+        return reads
+
+    async def _read(self, plans: Sequence[tuple[_Part, list[Read]]], until_s: float) -> list[ReadReport]:
+        """Pull from every node at once, renewing the leases; the first failure stops the others. Raises: _Miss."""
+        for part, reads in plans:
+            peer = Peer.FromString(part.member.peer)
+            part.handle = self._to.landing.add(self._transports.read(peer, reads, until_s))
+        handles = [part.handle for part, _ in plans if part.handle is not None]
+        pull = asyncio.gather(*handles)
+        period_s = min(part.lease.ttl_ms for part, _ in plans if part.lease is not None) / 3000
+        try:
+            while not (await asyncio.wait([pull], timeout=period_s))[0]:
+                await asyncio.gather(*(self._renew(part, period_s) for part, _ in plans))
+            return pull.result()
+        except ServeError as error:
+            for handle in handles:
+                handle.abort()
+            with contextlib.suppress(TimeoutError):  # most reads end at once, and then nothing needs quarantine
+                async with asyncio.timeout(ABORT_WAIT_S):
+                    await self._to.landing.ended()
+            await self._salvage([part for part, _ in plans])
+            raise _Miss("stale_index" if isinstance(error, StaleEpoch) else "tier_error", str(error)) from None
+        finally:
+            pull.cancel()
+
+    async def _renew(self, part: _Part, timeout_s: float) -> None:
+        asked_s = time.monotonic()
+        assert part.lease is not None
+        if await self._calls.renew(part.member, part.lease, timeout_s):
+            part.valid_until_s = asked_s + part.lease.ttl_ms / 1000
+
+    async def _salvage(self, parts: Sequence[_Part]) -> None:
+        """After a failed read that has ended: keep what landed and agrees, note what did not and who is silent."""
+        for part in parts:
+            if part.handle is None or not part.handle.ended.done():
+                continue
+            entries, verified = part.entries(), part.handle.verified
+            # The entry of the first read that is not right; all before it are.
+            whole = part.entry_of[verified] if verified < len(part.entry_of) else len(entries)
+            if time.monotonic() <= part.valid_until_s:
+                self._note_landed(part, [i for i in entries[:whole] if i >= 0])
+            try:
+                await part.handle
+            except ChecksumMismatch:
+                self._bad.add((part.key, entries[whole]))
+            except ServeError:
+                if not part.handle.aborted:
+                    self._silent.add(part.key)
+
+    def _note_landed(self, part: _Part, blocks: Sequence[int]) -> None:
+        for i in blocks:
+            self._landed[i] = _Landed(part.sums[i], part.member, i in part.on_disk)
+
+
+def _nodes(bundle: CacheHit) -> set[NodeKey]:
+    return {(run.node_id, run.node_epoch) for run in (*bundle.runs, bundle.snapshot)}
