@@ -16,19 +16,16 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import aiohttp
-
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from tests.cluster.faults_matrix import ENVIRONMENT, TRANSPORTS, Case, Matrix, Outcome, every_case
+from tests.cluster.faults_matrix import ENVIRONMENT, TRANSPORTS, Case, Matrix, Outcome, every_case, sample
 from tests.cluster.harness import Cluster, running_cluster
 
 
 async def run(cluster: Cluster, transport: str, cases: list[Case], save: Any) -> list[str]:
     """Every case; returns what is still held when all is over."""
-    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True)) as session:
-        matrix = Matrix(cluster, session)
+    async with Matrix(cluster).connected() as matrix:
         await matrix.learn()
         for case in cases:
             outcome = await matrix.run(case)
@@ -46,11 +43,13 @@ def line(transport: str, outcome: Outcome) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--transport", choices=TRANSPORTS, action="append")
+    parser.add_argument("--sample", type=int, help="one case per phase, as the suite runs them, from this seed")
     parser.add_argument("--only", default="", help="cases whose words hold all of these, e.g. 'kill decode stream'")
     parser.add_argument("--out", type=Path, default=ROOT / "bench" / "results" / "faults.json")
     args = parser.parse_args()
     wanted = args.only.split()
-    cases = [c for c in every_case() if all(any(w in word for word in (c.victim, c.fault, c.phase)) for w in wanted)]
+    chosen = every_case() if args.sample is None else sample(args.sample)
+    cases = [c for c in chosen if all(any(w in word for word in (c.victim, c.fault, c.phase)) for w in wanted)]
     commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=ROOT).stdout.strip()
     result: dict[str, Any] = {"commit": commit, "left": {}, "cases": []}
 
