@@ -7,7 +7,7 @@ DEV_STAMP := $(VENV)/.installed-dev-$(SUM)
 export OMP_NUM_THREADS ?= 1
 export UCX_MODULES ?= ^efa
 
-.PHONY: install dev demo up check test proto bench bench-agents bench-cache bench-memory check-wheel faults clean
+.PHONY: install dev demo up check test sim proto bench bench-agents bench-cache bench-memory check-wheel faults clean
 
 install: $(STAMP)
 
@@ -35,10 +35,17 @@ up: install
 test: dev
 	$(PY) -m pytest $(ARGS)
 
+# 100,000 runs take hours of one core; an interrupted job goes on where it stopped.
+N ?= 1000
+JOBS ?= 1
+sim: install
+	mkdir -p .sim
+	$(PY) -m sim.main --runs $(N) --jobs $(JOBS) --log .sim/$(N).jsonl --out bench/results/sim.json $(ARGS)
+
 check: dev
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
-	$(VENV)/bin/mypy moonrelay model engine cachestore prefill decode router train
+	$(VENV)/bin/mypy moonrelay model engine cachestore prefill decode router train sim
 	$(PY) -m moonrelay.protos --check
 
 proto: dev

@@ -16,6 +16,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "prefill": ("prefill.main", "computes prompts and hands them over"),
     "decode": ("decode.main", "adopts handoffs and generates (--aggregated: does both itself)"),
     "cachestore": ("cachestore.main", "owns cached blocks and snapshots on one host"),
+    "sim": ("sim.main", "the cluster's cores in one thread, with faults; every invariant checked"),
     "logits": ("model.logits", "every position's logits of a checkpoint"),
     "train-nano": ("train.main", "train the small model"),
     "eval-nano": ("train.eval", "measure the small model on held-out data"),

@@ -18,6 +18,7 @@ ALLOWED: dict[str, set[str]] = {
     "decode": {"moonrelay", "model", "engine", "cachestore"},
     "router": {"moonrelay", "model", "cachestore"},
     "train": {"moonrelay", "model", "engine"},
+    "sim": {"moonrelay", "model", "engine", "cachestore", "prefill", "decode", "router"},
 }
 TORCH_FREE_FOR_ROUTER = {
     "tokenizer",

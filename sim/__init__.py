@@ -1,0 +1,1 @@
+"""The cluster in one thread: deterministic simulation and trace replay."""
