@@ -1,4 +1,4 @@
-"""The reader's half of a handoff: when may pulled bytes be adopted, and when is landing memory free again?
+"""The reader's half of a handoff: when may read bytes be adopted, and when is landing memory free again?
 
 Pure; time comes in as `now_ms`.
 """
@@ -14,40 +14,39 @@ from moonrelay.errors import InvariantError
 
 class Phase(Enum):
     RESERVED = "reserved"  # memory set aside, nothing asked for
-    PULLING = "pulling"  # our own reads write into it
+    FOLLOWING = "following"  # regions are announced; no read of ours is running
+    PULLING = "pulling"  # our own read writes into it
     ADOPTED = "adopted"  # verified; the engine's until the turn ends
     QUARANTINED = "quarantined"  # given up, but our own read may still land
     RELEASED = "released"  # free
 
 
 class Event(Enum):
-    PUBLISHED = "published"  # an acceptable manifest came
-    VERIFIED = "verified"  # every region landed in time with its checksum
-    REFUSED = "refused"  # the manifest, a checksum or a read failed; no read is running
+    OPENED = "opened"  # an acceptable handoff was opened, or its manifest came
+    READ_STARTED = "read_started"
+    READ_ENDED = "read_ended"  # no byte of it can land any more, however it ended
+    COMPLETE = "complete"  # every region landed in time with its checksum, and the manifest agrees
+    REFUSED = "refused"  # a promise, a checksum or a read failed, or the owner withdrew
     DEADLINE = "deadline"  # the time for the phase is over
     CANCELLED = "cancelled"  # the caller went away
-    TRANSFER_ENDED = "transfer_ended"  # the transport says that our late read is over
     FINISHED = "finished"  # the engine has ended the turn
 
 
+GIVEN_UP = (Event.REFUSED, Event.DEADLINE, Event.CANCELLED)
 NEXT: dict[tuple[Phase, Event], Phase] = {  # an absent pair raises InvariantError
-    (Phase.RESERVED, Event.PUBLISHED): Phase.PULLING,
-    (Phase.RESERVED, Event.REFUSED): Phase.RELEASED,
-    (Phase.RESERVED, Event.DEADLINE): Phase.RELEASED,
-    (Phase.RESERVED, Event.CANCELLED): Phase.RELEASED,
-    (Phase.PULLING, Event.VERIFIED): Phase.ADOPTED,
-    (Phase.PULLING, Event.REFUSED): Phase.RELEASED,
-    (Phase.PULLING, Event.DEADLINE): Phase.QUARANTINED,  # our own read may still land
-    (Phase.PULLING, Event.CANCELLED): Phase.QUARANTINED,
-    (Phase.QUARANTINED, Event.TRANSFER_ENDED): Phase.RELEASED,
-    (Phase.QUARANTINED, Event.DEADLINE): Phase.QUARANTINED,  # only the transport can end it
-    (Phase.QUARANTINED, Event.CANCELLED): Phase.QUARANTINED,
+    (Phase.RESERVED, Event.OPENED): Phase.FOLLOWING,
+    **{(Phase.RESERVED, event): Phase.RELEASED for event in GIVEN_UP},
+    (Phase.FOLLOWING, Event.READ_STARTED): Phase.PULLING,
+    (Phase.FOLLOWING, Event.COMPLETE): Phase.ADOPTED,
+    **{(Phase.FOLLOWING, event): Phase.RELEASED for event in GIVEN_UP},
+    (Phase.PULLING, Event.READ_ENDED): Phase.FOLLOWING,
+    **{(Phase.PULLING, event): Phase.QUARANTINED for event in GIVEN_UP},  # our own read may still land
+    (Phase.QUARANTINED, Event.READ_ENDED): Phase.RELEASED,  # only the transport can end it
+    **{(Phase.QUARANTINED, event): Phase.QUARANTINED for event in GIVEN_UP},
     (Phase.ADOPTED, Event.FINISHED): Phase.RELEASED,
     (Phase.ADOPTED, Event.DEADLINE): Phase.ADOPTED,  # moot
-    (Phase.RELEASED, Event.PUBLISHED): Phase.RELEASED,  # late
-    (Phase.RELEASED, Event.REFUSED): Phase.RELEASED,
-    (Phase.RELEASED, Event.DEADLINE): Phase.RELEASED,
-    (Phase.RELEASED, Event.CANCELLED): Phase.RELEASED,
+    (Phase.RELEASED, Event.OPENED): Phase.RELEASED,  # late
+    **{(Phase.RELEASED, event): Phase.RELEASED for event in GIVEN_UP},
 }
 
 
@@ -61,6 +60,7 @@ def step(phase: Phase, event: Event) -> Phase:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReaderStats:
     num_reserved: int
+    num_following: int
     num_pulling: int
     num_adopted: int
     num_quarantined: int
@@ -73,7 +73,8 @@ class _Reader:
     phase: Phase = Phase.RESERVED
     prompt_tokens: int
     nbytes: int
-    deadline_ms: int | None
+    ttl_end_ms: int
+    deadline_ms: int | None  # the same while RESERVED: `expire` ends only what nobody came for
 
 
 class ReaderTable:
@@ -88,7 +89,7 @@ class ReaderTable:
         if reservation_id in self._readers:
             raise InvariantError(f"reservation {reservation_id} made twice")
         self._readers[reservation_id] = _Reader(
-            prompt_tokens=prompt_tokens, nbytes=nbytes, deadline_ms=now_ms + ttl_ms
+            prompt_tokens=prompt_tokens, nbytes=nbytes, ttl_end_ms=now_ms + ttl_ms, deadline_ms=now_ms + ttl_ms
         )
 
     def step(self, reservation_id: str, event: Event) -> Phase:
@@ -101,7 +102,7 @@ class ReaderTable:
             return step(Phase.RELEASED, event)
         reader.phase = step(reader.phase, event)
         if reader.phase is not Phase.RESERVED:
-            reader.deadline_ms = None  # from here the read's own deadline counts
+            reader.deadline_ms = None  # from here whoever follows watches `ttl_end_ms`, and each read has its own
         if reader.phase is Phase.RELEASED:
             del self._readers[reservation_id]
         return reader.phase
@@ -112,6 +113,10 @@ class ReaderTable:
 
     def prompt_tokens(self, reservation_id: str) -> int:
         return self._readers[reservation_id].prompt_tokens
+
+    def ttl_end_ms(self, reservation_id: str) -> int:
+        """When waiting for parts has to end; a turn that was adopted by then goes on."""
+        return self._readers[reservation_id].ttl_end_ms
 
     def expire(self, now_ms: int) -> list[str]:
         """Release what nobody came for; returns the ids whose memory is to be freed now."""
@@ -133,6 +138,7 @@ class ReaderTable:
         quarantined = sum(r.nbytes for r in self._readers.values() if r.phase is Phase.QUARANTINED)
         return ReaderStats(
             num_reserved=phases[Phase.RESERVED],
+            num_following=phases[Phase.FOLLOWING],
             num_pulling=phases[Phase.PULLING],
             num_adopted=phases[Phase.ADOPTED],
             num_quarantined=phases[Phase.QUARANTINED],

@@ -22,7 +22,8 @@ from engine.worker.wire import (
     sampling_from_wire,
     token_to_wire,
 )
-from moonrelay.errors import Unavailable
+from moonrelay.errors import InvalidRequest, Unavailable
+from moonrelay.prefix import HASH_BYTES
 from moonrelay.stubs.v1 import worker_pb2, worker_pb2_grpc
 
 Emit = Callable[[worker_pb2.DecodeEvent], Awaitable[None]]
@@ -58,36 +59,46 @@ class DecodeEdge(worker_pb2_grpc.DecodeWorkerServicer):
             if theirs != self._identity.fingerprint:
                 raise refused("fingerprint", f"{theirs}, expected {self._identity.fingerprint}")
         check_length(request.prompt_tokens, request.max_tokens, self._max_context)
-        reservation_id, ttl_ms = self._reader.reserve(
-            request.request_id, prompt_tokens=request.prompt_tokens, max_tokens=request.max_tokens
+        hashes, full = request.prefix_hashes, request.prompt_tokens // self._prompts.block_tokens
+        if hashes and (len(hashes) != full or any(len(h) != HASH_BYTES for h in (request.root, *hashes))):
+            raise InvalidRequest(f"expected a root and {full} hashes of {HASH_BYTES} bytes", param="prefix_hashes")
+        return self._reader.reserve(
+            request.request_id,
+            prompt_tokens=request.prompt_tokens,
+            max_tokens=request.max_tokens,
+            root=request.root,
+            hashes=tuple(hashes),
         )
-        return worker_pb2.ReserveReply(reservation_id=reservation_id, ttl_ms=ttl_ms)
 
     async def _release(self, request: worker_pb2.ReleaseReservationRequest) -> worker_pb2.ReleaseReservationReply:
         self._reader.release(request.reservation_id)
         return worker_pb2.ReleaseReservationReply()
 
     async def _adopt(self, request: worker_pb2.AdoptRequest, emit: Emit) -> None:
-        """A handed-over request from its manifest to its last token, in order."""
+        """A handed-over request from its opening to its last token, in order."""
         sampling = after_first_token(sampling_from_wire(request.sampling))
-        tokens, first = request.manifest.tokens_in_state, request.manifest.next_token
+        opened = request.HasField("opened")
+        tokens = request.opened.prompt_tokens if opened else request.manifest.tokens_in_state
         kept = turn_prompt(request, prompt_tokens=tokens, block_tokens=self._prompts.block_tokens)
-        holding, report = await self._reader.adopt(request.reservation_id, request.manifest)
-        turn = self._prompts.turn(request.request_id, holding, kept, (first,))
+        adoption = await self._reader.adopt(request)
+        first = adoption.next_token
+        turn = self._prompts.turn(request.request_id, adoption.holding, kept, (first,))
         try:
             spec = SequenceSpec(
                 request_id=turn.engine_id,
                 ids=(first,),  # seen by no state: the first step consumes it
                 sampling=sampling,
-                restored=tokens,
+                restored=adoption.tokens_in_state,
                 write_back=kept is not None,
             )
             turn.submit(spec)
             adopted = worker_pb2.Adopted(
-                bytes=report.bytes,
-                transport=report.transport,
-                pull_seconds=report.pull_seconds,
-                verify_seconds=report.verify_seconds,
+                bytes=adoption.bytes,
+                transport=adoption.transport,
+                pull_seconds=adoption.pull_seconds,
+                verify_seconds=adoption.verify_seconds,
+                held_tokens=adoption.held_tokens,
+                after_manifest_seconds=adoption.after_manifest_seconds,
             )
             await emit(worker_pb2.DecodeEvent(adopted=adopted))
             await self._stream(turn.events, emit)

@@ -8,10 +8,11 @@ import grpc
 
 from cachestore.prompt_cache import WorkerCache
 from cachestore.transports.warm import keep_warm
-from decode.acks import Acks
 from decode.core import ReaderTable
 from decode.edge import DecodeEdge
+from decode.held import NothingHeld
 from decode.metrics import ReaderMetrics
+from decode.owners import Owners
 from decode.reader import Identity, Reader
 from engine.worker.process import Worker, build_prompts, cache_arguments, serve
 from engine.worker.prompt import PromptRunner
@@ -34,10 +35,10 @@ class DecodeService:
     """The decode role's half of the process."""
 
     def __init__(
-        self, edge: DecodeEdge, reader: Reader, prompts: PromptRunner, acks: Acks, cache: WorkerCache
+        self, edge: DecodeEdge, reader: Reader, prompts: PromptRunner, owners: Owners, cache: WorkerCache
     ) -> None:
         self.peer = cache.peer
-        self._edge, self._reader, self._prompts, self._acks, self._cache = edge, reader, prompts, acks, cache
+        self._edge, self._reader, self._prompts, self._owners, self._cache = edge, reader, prompts, owners, cache
 
     def register(self, server: grpc.aio.Server) -> None:
         worker_pb2_grpc.add_DecodeWorkerServicer_to_server(self._edge, server)
@@ -54,7 +55,7 @@ class DecodeService:
 
     async def close(self) -> None:
         self._prompts.close()
-        await self._acks.close()
+        await self._owners.close()
         await self._cache.close()
 
 
@@ -66,7 +67,7 @@ async def assemble(worker: Worker) -> DecodeService:
     worker.spawn(keep_warm(cache.transports, worker.membership, ("prefill", "cachestore")))
     table = ReaderTable()
     metrics = ReaderMetrics(worker.metrics, table)
-    acks = Acks(worker.spawn, metrics)
+    owners = Owners(worker.spawn, metrics)
     identity = Identity(
         fingerprint=worker.model.fingerprint, layout=worker.model.layout, vocab_size=worker.model.vocab_size
     )
@@ -78,7 +79,8 @@ async def assemble(worker: Worker) -> DecodeService:
         prompts,
         table,
         cache.transports,
-        acks,
+        owners,
+        NothingHeld(worker.memory),
         metrics,
         identity=identity,
         timing=settings.timing(),
@@ -86,7 +88,7 @@ async def assemble(worker: Worker) -> DecodeService:
         epochs=epochs,
     )
     edge = DecodeEdge(prompts, reader, worker.gate, identity=identity, max_context=worker.model.max_context)
-    return DecodeService(edge, reader, prompts, acks, cache)
+    return DecodeService(edge, reader, prompts, owners, cache)
 
 
 def main(argv: Sequence[str]) -> int:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from cachestore.transports import ReadReport
 from decode.core import ReaderTable
 from decode.manifest import REFUSALS
 from engine.worker.metrics import FINE_SECONDS, WorkerMetrics
+
+if TYPE_CHECKING:
+    from decode.reader import Adoption
 
 BYTES: Final = tuple(float(1 << shift) for shift in range(14, 36, 2))
 COUNTS: Final = (2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
@@ -30,6 +32,12 @@ class ReaderMetrics(Collector):
         self._verify_seconds = metrics.histogram(
             "handoff_verify_seconds", "Checking a handoff's bytes", FINE_SECONDS, ("transport",)
         )
+        self._after_manifest = metrics.histogram(
+            "handoff_after_manifest_seconds",
+            "Manifest received to adopted: what following could not hide",
+            FINE_SECONDS,
+        )
+        self._held_tokens = metrics.counter("handoff_held_tokens", "Prompt tokens whose rows need not move")
         self._refused = metrics.counter("handoff_refused", "Handoffs not adopted, by why", ("reason",))
         for reason in REFUSALS:  # a counter that is absent until it first counts cannot alert
             self._refused.labels(reason)
@@ -40,11 +48,13 @@ class ReaderMetrics(Collector):
         self.acks_failed = metrics.counter("handoff_acks_failed", "Acknowledgements that did not reach the owner")
         metrics.registry.register(self)
 
-    def pulled(self, report: ReadReport, regions: int) -> None:
+    def pulled(self, report: Adoption, regions: int) -> None:
         """A handoff that was verified."""
         self._bytes.labels(report.transport).inc(report.bytes)
         self._pull_seconds.labels(report.transport).observe(report.pull_seconds)
         self._verify_seconds.labels(report.transport).observe(report.verify_seconds)
+        self._after_manifest.observe(report.after_manifest_seconds)
+        self._held_tokens.inc(report.held_tokens)
         if report.transport == "nixl":
             self._nixl_seconds.observe(report.pull_seconds)
             self._nixl_bytes.observe(report.bytes)
@@ -59,6 +69,7 @@ class ReaderMetrics(Collector):
         stats, prefix = self._table.stats(), "moonrelay_decode_reservation"
         phases = GaugeMetricFamily(prefix + "s", "Reservations that are not released, by phase", labels=("phase",))
         phases.add_metric(("reserved",), stats.num_reserved)
+        phases.add_metric(("following",), stats.num_following)
         phases.add_metric(("pulling",), stats.num_pulling)
         phases.add_metric(("adopted",), stats.num_adopted)
         phases.add_metric(("quarantined",), stats.num_quarantined)

@@ -1,6 +1,7 @@
-"""Pulls a handoff into reserved memory and says whether it may be decoded from.
+"""Follows a handoff, reads it into reserved memory and says whether it may be decoded from.
 
-The table in `decode.core` decides; this moves the bytes, keeps the memory and tells the owner when it is done.
+The tables in `decode.core` and `decode.parts` decide; this moves the bytes, keeps the memory and tells the owner when
+it is done.
 """
 
 from __future__ import annotations
@@ -8,26 +9,30 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from cachestore.transports import ChecksumMismatch, Read, ReadHandle, ReadReport, Slice, TransportSet
-from decode.acks import Acks
+from decode.bandwidth import Bandwidth
 from decode.core import Event, Phase, ReaderTable
-from decode.manifest import Manifest, Mine, Refusal, Region, check_manifest, refused
+from decode.held import HeldBlocks, held_prefix
+from decode.inbox import Inbox
+from decode.manifest import Held, Mine, Refusal, Region, check_opened, refused
 from decode.metrics import ReaderMetrics
+from decode.owners import Owners
+from decode.parts import Wanted
+from decode.wire import held_to_wire, opened_from_wire, opened_of
 from engine.worker.expiry import Expiry, now_ms
+from engine.worker.layers import layer_extents
 from engine.worker.memory import Holding
 from engine.worker.prompt import PromptRunner
 from engine.worker.timing import Timing
-from engine.worker.wire import fingerprint_from_wire, layout_from_wire
 from model.batch import PoolLayout
 from moonrelay.errors import DeadlineExceeded, HandoffRefused, StaleEpoch, TransferError
 from moonrelay.prefix import Fingerprint
 from moonrelay.stubs.v1 import common_pb2, worker_pb2
 
 log = logging.getLogger(__name__)
-TP_SIZE = 1
 # Prefill may queue and take long; the router gives back what it does not use: time only ends what it forgot.
 TTL_MS_PER_PROMPT_TOKEN = 10
 
@@ -41,6 +46,43 @@ class Identity:
     vocab_size: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Adoption:
+    """A handoff that may be decoded from, and what it took. Seconds of all its reads; waiting is not in them."""
+
+    holding: Holding
+    next_token: int
+    tokens_in_state: int
+    bytes: int
+    held_tokens: int
+    transport: str
+    pull_seconds: float
+    verify_seconds: float
+    after_manifest_seconds: float
+
+
+@dataclass(slots=True, kw_only=True)
+class _Reserved:
+    holding: Holding
+    held: Held | None
+
+
+@dataclass(slots=True, kw_only=True)
+class _Pull:
+    """One adoption in the making."""
+
+    reservation_id: str
+    source: worker_pb2.HandoffOpened
+    holding: Holding
+    inbox: Inbox
+    reports: list[ReadReport] = field(default_factory=list)
+    num_regions: int = 0
+
+    @property
+    def peer(self) -> tuple[str, int]:
+        return self.source.source.instance_id, self.source.source.epoch
+
+
 class Reader:
     """Every reservation from `reserve` to the end of its turn. On the event loop's thread only."""
 
@@ -49,7 +91,8 @@ class Reader:
         prompts: PromptRunner,
         table: ReaderTable,
         transports: TransportSet,
-        acks: Acks,
+        owners: Owners,
+        held: HeldBlocks,
         metrics: ReaderMetrics,
         *,
         identity: Identity,
@@ -58,10 +101,11 @@ class Reader:
         epochs: Callable[[], Mapping[str, int]],
     ) -> None:
         self.table = table
-        self._prompts, self._transports, self._acks, self._metrics = prompts, transports, acks, metrics
-        self._identity, self._timing, self._epochs = identity, timing, epochs
+        self._prompts, self._transports, self._owners, self._metrics = prompts, transports, owners, metrics
+        self._held, self._identity, self._epochs = held, identity, epochs
+        self._bandwidth = Bandwidth(timing)
         self._reservation_ttl_ms = reservation_ttl_ms
-        self._holdings: dict[str, Holding] = {}
+        self._reserved: dict[str, _Reserved] = {}
         self._expiry = Expiry(table.next_deadline_ms, self._expire)
         self._num_reservations = 0
 
@@ -73,21 +117,24 @@ class Reader:
         """Until every reservation is released; quarantined ones count, their memory is still written to."""
         await self._expiry.until(lambda: len(self.table) == 0)
 
-    def reserve(self, request_id: str, *, prompt_tokens: int, max_tokens: int) -> tuple[str, int]:
-        """Set memory aside; returns the reservation's id and how many ms it lives.
+    def reserve(
+        self, request_id: str, *, prompt_tokens: int, max_tokens: int, root: bytes, hashes: Sequence[bytes]
+    ) -> worker_pb2.ReserveReply:
+        """Set memory aside, with what this worker still has of the prompt in it.
 
         Raises: Overloaded, RequestTooLarge, Unavailable.
         """
-        holding = self._prompts.memory.try_reserve(prompt_tokens + max_tokens)
+        holding, num_held = self._held.reserve(prompt_tokens + max_tokens, root, hashes)
         self._num_reservations += 1
         reservation_id = f"{request_id}.{self._num_reservations}"
         ttl_ms = self._reservation_ttl_ms + TTL_MS_PER_PROMPT_TOKEN * prompt_tokens
         self.table.reserve(
             reservation_id, prompt_tokens=prompt_tokens, nbytes=holding.nbytes, ttl_ms=ttl_ms, now_ms=now_ms()
         )
-        self._holdings[reservation_id] = holding
+        self._reserved[reservation_id] = _Reserved(holding=holding, held=held_prefix(root, hashes, num_held))
         self._expiry.change()
-        return reservation_id, ttl_ms
+        held_tokens = num_held * self._identity.layout.block_tokens
+        return worker_pb2.ReserveReply(reservation_id=reservation_id, ttl_ms=ttl_ms, held_tokens=held_tokens)
 
     def release(self, reservation_id: str) -> None:
         """Give back what was never adopted. A pull or a turn in progress is ended by cancelling its own call."""
@@ -98,77 +145,158 @@ class Reader:
         """The turn is over; a sequence that still lives on the memory is cancelled with it."""
         self._move(reservation_id, Event.FINISHED)
 
-    async def adopt(self, reservation_id: str, wire: worker_pb2.Manifest) -> tuple[Holding, ReadReport]:
-        """Check, pull, verify. The caller calls `finish` later; the owner is told that we are done reading.
+    async def adopt(self, request: worker_pb2.AdoptRequest) -> Adoption:
+        """Follow, read, verify. The caller calls `finish` later; the owner is told that we are done reading.
 
         Raises: HandoffRefused; the reservation is then released, or quarantined until our read has ended.
         """
-        refusal = self._judge(reservation_id, wire)
-        if refusal is not None:
-            self._acks.send(wire)
-            raise self._counted(refusal)
-        self._move(reservation_id, Event.PUBLISHED)
-        holding = self._holdings[reservation_id]
+        source = request.opened if request.HasField("opened") else opened_of(request.manifest)
+        pull = self._begin(request.reservation_id, source)
+        began_s, parts = time.monotonic(), None
         try:
-            report = await self._pull(reservation_id, wire, holding)
-        except HandoffRefused as failed:
-            raise self._counted(failed) from failed.__cause__
-        self._move(reservation_id, Event.VERIFIED)
-        self._acks.send(wire)
-        self._metrics.pulled(report, len(wire.rows) + len(wire.state))
-        return holding, report
+            if request.HasField("opened"):
+                parts = await self._owners.follow(source, held_to_wire(self._reserved[pull.reservation_id].held))
+                self._prompts.spawn(pull.inbox.collect(parts))
+            else:
+                pull.inbox.take(worker_pb2.HandoffPart(manifest=request.manifest))
+            await self._read_all(pull)
+        except asyncio.CancelledError:
+            if self.table.phase(pull.reservation_id) is Phase.FOLLOWING:
+                self._end(pull, Event.CANCELLED)
+            raise
+        finally:
+            if parts is not None:
+                parts.cancel()
+        self._move(pull.reservation_id, Event.COMPLETE)
+        self._acknowledge(source)
+        return self._adopted(pull, began_s)
 
-    def _judge(self, reservation_id: str, wire: worker_pb2.Manifest) -> HandoffRefused | None:
-        if self.table.phase(reservation_id) is not Phase.RESERVED:
-            return refused("reservation", f"no waiting reservation {reservation_id}")
+    def _begin(self, reservation_id: str, source: worker_pb2.HandoffOpened) -> _Pull:
+        """Accept what was opened. Raises: HandoffRefused."""
+        phase, opened = self.table.phase(reservation_id), opened_from_wire(source)
+        if phase is not Phase.RESERVED:
+            if phase is Phase.RELEASED:  # else it is being read by the call that came first
+                self._acknowledge(source)
+            raise self._counted(refused("reservation", f"no waiting reservation {reservation_id}"))
+        reserved = self._reserved[reservation_id]
         mine = Mine(
             fingerprint=self._identity.fingerprint,
             layout=self._identity.layout,
-            tp_size=TP_SIZE,
             vocab_size=self._identity.vocab_size,
             prompt_tokens=self.table.prompt_tokens(reservation_id),
             epochs=self._epochs(),
         )
-        refusal = check_manifest(manifest_from_wire(wire), mine)
+        refusal = check_opened(opened, mine)
         if refusal is not None:
             self._move(reservation_id, Event.REFUSED)
-        return refusal
+            self._acknowledge(source)
+            raise self._counted(refusal)
+        self._move(reservation_id, Event.OPENED)
+        inbox = Inbox(opened, mine, reserved.held)
+        return _Pull(reservation_id=reservation_id, source=source, holding=reserved.holding, inbox=inbox)
 
-    async def _pull(self, reservation_id: str, wire: worker_pb2.Manifest, holding: Holding) -> ReadReport:
-        """Read every region into the holding. Raises: HandoffRefused, with the reservation moved on."""
-        targets = [*holding.rows(0, len(wire.rows)), *holding.state_parts()]
-        reads = [Read(s, (Slice(*t),)) for s, t in zip((*wire.rows, *wire.state), targets, strict=True)]
-        nbytes = sum(target.length for target in targets)
-        # The lease began before the manifest reached us; only a read inside it counts.
-        deadline_s = time.monotonic() + min(self._timing.transfer_ms(nbytes), wire.lease_ms) / 1000
-        handle = self._transports.read(wire.source, reads, deadline_s)
+    async def _read_all(self, pull: _Pull) -> None:
+        """Read regions as they are announced, until all are verified and the manifest agrees.
+
+        Raises: HandoffRefused, with the reservation moved on and the owner told, or to be told when our read ends.
+        """
+        regions = pull.inbox.regions
+        while not regions.complete:
+            if pull.inbox.refusal is not None:
+                self._end(pull, Event.REFUSED)
+                raise self._counted(pull.inbox.refusal)
+            wanted = regions.take()
+            if not wanted:
+                await self._wait(pull)
+                continue
+            pull.reports.append(await self._read(pull, wanted))
+            pull.num_regions += len(wanted.rows) + 2 * len(wanted.state)
+            regions.verified()
+
+    async def _wait(self, pull: _Pull) -> None:
+        """For the owner's next part. Raises: HandoffRefused past the reservation's time."""
+        left_s = (self.table.ttl_end_ms(pull.reservation_id) - now_ms()) / 1000
+        try:
+            async with asyncio.timeout(max(0.0, left_s)):
+                await pull.inbox.changed.wait()
+            pull.inbox.changed.clear()
+        except TimeoutError:
+            self._end(pull, Event.DEADLINE)
+            raise self._counted(refused("deadline", "the reservation's time is over")) from None
+
+    async def _read(self, pull: _Pull, wanted: Wanted) -> ReadReport:
+        """One read of what is announced. Raises: HandoffRefused."""
+        began_s = time.monotonic()
+        deadline_s = began_s + self._bandwidth.read_ms(pull.peer, wanted.nbytes) / 1000
+        manifest = pull.inbox.manifest
+        if manifest is not None:  # the lease began before the manifest reached us; only a read inside it counts
+            deadline_s = min(deadline_s, pull.inbox.manifest_s + manifest.lease_ms / 1000)
+        self._move(pull.reservation_id, Event.READ_STARTED)
+        handle = self._transports.read(pull.source.source, self._reads(pull.holding, wanted), deadline_s)
         try:
             report = await handle
         except asyncio.CancelledError:
-            self._give_up(reservation_id, Event.CANCELLED, wire, handle)
+            self._give_up(pull, Event.CANCELLED, handle)
             raise
-        except (DeadlineExceeded, StaleEpoch, TransferError) as failed:
-            late = isinstance(failed, DeadlineExceeded)
-            self._give_up(reservation_id, Event.DEADLINE if late else Event.REFUSED, wire, handle)
-            raise refused(_reason(failed), str(failed)) from failed
+        except DeadlineExceeded as late:
+            self._bandwidth.slow(pull.peer)
+            self._give_up(pull, Event.DEADLINE, handle)
+            raise self._counted(refused("deadline", str(late))) from late
+        except (StaleEpoch, TransferError) as failed:
+            self._move(pull.reservation_id, Event.READ_ENDED)
+            self._end(pull, Event.REFUSED)
+            raise self._counted(refused(_reason(failed), str(failed))) from failed
+        self._move(pull.reservation_id, Event.READ_ENDED)
         if time.monotonic() > deadline_s:
-            self._give_up(reservation_id, Event.REFUSED, wire, handle)
-            raise refused("deadline", "the read ended after its lease")
+            self._end(pull, Event.REFUSED)
+            raise self._counted(refused("deadline", "the read ended after its lease"))
+        self._bandwidth.observe(pull.peer, report.bytes, report.pull_seconds + report.verify_seconds)
         return report
 
-    def _give_up(self, reservation_id: str, event: Event, wire: worker_pb2.Manifest, handle: ReadHandle) -> None:
+    def _reads(self, holding: Holding, wanted: Wanted) -> list[Read]:
+        reads = [Read(_span(region), (Slice(*holding.rows(i, i + 1)[0]),)) for i, region in wanted.rows]
+        num_layers, parts = self._identity.layout.num_kda_layers, holding.state_parts()
+        for part in wanted.state:
+            recurrent, conv = layer_extents(parts, num_layers, part.first_layer, part.end_layer)
+            reads.append(Read(_span(part.recurrent), (Slice(*recurrent),)))
+            reads.append(Read(_span(part.conv), (Slice(*conv),)))
+        return reads
+
+    def _adopted(self, pull: _Pull, began_s: float) -> Adoption:
+        manifest, reserved, now_s = pull.inbox.manifest, self._reserved[pull.reservation_id], time.monotonic()
+        assert manifest is not None, "complete only after the manifest"
+        held_blocks = 0 if reserved.held is None else reserved.held.num_blocks
+        adoption = Adoption(
+            holding=pull.holding,
+            next_token=manifest.next_token,
+            tokens_in_state=manifest.tokens_in_state,
+            bytes=sum(report.bytes for report in pull.reports),
+            held_tokens=held_blocks * self._identity.layout.block_tokens,
+            transport=pull.reports[-1].transport if pull.reports else "none",
+            pull_seconds=sum(report.pull_seconds for report in pull.reports),
+            verify_seconds=sum(report.verify_seconds for report in pull.reports),
+            after_manifest_seconds=now_s - max(began_s, pull.inbox.manifest_s),
+        )
+        self._metrics.pulled(adoption, pull.num_regions)
+        return adoption
+
+    def _end(self, pull: _Pull, event: Event) -> None:
+        """Nothing is adopted and no read of ours is running."""
+        self._move(pull.reservation_id, event)
+        self._acknowledge(pull.source)
+
+    def _give_up(self, pull: _Pull, event: Event, handle: ReadHandle) -> None:
         """Nothing is adopted. The memory is free, and the owner told, when no byte of ours can land any more."""
 
         def over() -> None:
-            self._move(reservation_id, Event.TRANSFER_ENDED)
-            self._acks.send(wire)
+            self._end(pull, Event.READ_ENDED)
 
-        holding = self._holdings[reservation_id]
-        if self._move(reservation_id, event) is Phase.QUARANTINED:
-            log.warning("landing memory quarantined", extra={"nbytes": holding.nbytes, "event": event.value})
-            self._prompts.quarantine(holding, _ended(handle), over)
-        else:
-            self._acks.send(wire)
+        log.warning("landing memory quarantined", extra={"nbytes": pull.holding.nbytes, "event": event.value})
+        self._move(pull.reservation_id, event)
+        self._prompts.quarantine(pull.holding, _ended(handle), over)
+
+    def _acknowledge(self, source: worker_pb2.HandoffOpened) -> None:
+        self._owners.acknowledge(source.source_address, source.handoff_id, source.fence)
 
     def _counted(self, refusal: HandoffRefused) -> HandoffRefused:
         self._metrics.refuse(refusal.reason)
@@ -187,9 +315,9 @@ class Reader:
         return phase
 
     def _free(self, reservation_id: str) -> None:
-        holding = self._holdings.pop(reservation_id, None)
-        if holding is not None:
-            holding.drop()
+        reserved = self._reserved.pop(reservation_id, None)
+        if reserved is not None:
+            reserved.holding.drop()
 
 
 async def _ended(handle: ReadHandle) -> None:
@@ -197,36 +325,15 @@ async def _ended(handle: ReadHandle) -> None:
     await asyncio.shield(handle.ended)
 
 
+def _span(region: Region) -> common_pb2.Span:
+    return common_pb2.Span(pool=region.pool, offset=region.offset, length=region.length, xxh3=region.xxh3)
+
+
 def _reason(failed: Exception) -> Refusal:
     match failed:
-        case DeadlineExceeded():
-            return "deadline"
         case StaleEpoch():
             return "stale_epoch"
         case ChecksumMismatch():
             return "checksum"
         case _:
             return "transfer"
-
-
-def manifest_from_wire(wire: worker_pb2.Manifest) -> Manifest:
-    return Manifest(
-        handoff_id=wire.handoff_id,
-        fingerprint=fingerprint_from_wire(wire.fingerprint),
-        layout=layout_from_wire(wire.layout),
-        tp_size=wire.tp_size,
-        tokens_in_state=wire.tokens_in_state,
-        next_token=wire.next_token,
-        sampler_position=wire.sampler_position,
-        rows=[_region(span) for span in wire.rows],
-        state=[_region(span) for span in wire.state],
-        instance_id=wire.source.instance_id,
-        epoch=wire.source.epoch,
-        pools={pool.id: pool.length for pool in wire.source.pools},
-        fence=wire.fence,
-        lease_ms=wire.lease_ms,
-    )
-
-
-def _region(span: common_pb2.Span) -> Region:
-    return Region(pool=span.pool, offset=span.offset, length=span.length, xxh3=span.xxh3)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 from typing import Final
@@ -54,10 +55,8 @@ class LayerProgress:
 
     def clear(self) -> None:
         """Take the signals that have come."""
-        try:
+        with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self.fd)
-        except BlockingIOError:
-            pass
 
     def close(self) -> None:
         os.close(self.fd)

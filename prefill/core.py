@@ -12,13 +12,16 @@ from moonrelay.errors import InvariantError
 
 
 class Phase(Enum):
-    COMPUTING = "computing"  # nobody outside knows an address
-    PUBLISHED = "published"  # leased: the reader may start reading
-    EXPIRED = "expired"  # the lease is over; a read that started under it may still run
+    COMPUTING = "computing"  # no region was named to anybody
+    LENDING = "lending"  # final regions are announced while the sequence writes others
+    DECLINED = "declined"  # the follower gave up, its reads are over; the request goes on or ends
+    PUBLISHED = "published"  # complete and leased: the reader may start reading anything of it
+    EXPIRED = "expired"  # no new read may start; one that has may still run
     FREED = "freed"
 
 
 class Event(Enum):
+    LEND = "lend"  # regions are announced to the follower
     PUBLISH = "publish"
     ABANDON = "abandon"  # the request ended here: an error, a cancel, or a turn that needs no handoff
     RELEASE = "release"  # the reader says that it is done
@@ -27,8 +30,17 @@ class Event(Enum):
 
 
 NEXT: dict[tuple[Phase, Event], Phase] = {  # an absent pair raises InvariantError
+    (Phase.COMPUTING, Event.LEND): Phase.LENDING,
     (Phase.COMPUTING, Event.PUBLISH): Phase.PUBLISHED,
     (Phase.COMPUTING, Event.ABANDON): Phase.FREED,
+    (Phase.COMPUTING, Event.RELEASE): Phase.DECLINED,
+    (Phase.LENDING, Event.LEND): Phase.LENDING,
+    (Phase.LENDING, Event.PUBLISH): Phase.PUBLISHED,
+    (Phase.LENDING, Event.ABANDON): Phase.EXPIRED,  # the follower is told; its read may run
+    (Phase.LENDING, Event.RELEASE): Phase.DECLINED,  # the sequence still writes: not free yet
+    (Phase.DECLINED, Event.PUBLISH): Phase.FREED,
+    (Phase.DECLINED, Event.ABANDON): Phase.FREED,
+    (Phase.DECLINED, Event.RELEASE): Phase.DECLINED,
     (Phase.PUBLISHED, Event.ABANDON): Phase.PUBLISHED,  # the manifest is out: only its reader or time can end it
     (Phase.PUBLISHED, Event.RELEASE): Phase.FREED,
     (Phase.PUBLISHED, Event.LEASE_END): Phase.EXPIRED,
@@ -49,7 +61,7 @@ def step(phase: Phase, event: Event) -> Phase:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lease:
-    """What a manifest tells its reader. `fence` rises with every publish of this process."""
+    """What a manifest tells its reader."""
 
     fence: int
     lease_ms: int
@@ -58,27 +70,35 @@ class Lease:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HandoffStats:
     num_computing: int
+    num_lending: int
+    num_declined: int
     num_published: int
     num_expired: int
     leased_bytes: int
     released: int  # all since start
     lease_expired: int
+    withdrawn: int
     stale_fences: int
 
 
 @dataclass(slots=True, kw_only=True)
 class _Handoff:
+    fence: int
     phase: Phase = Phase.COMPUTING
-    fence: int | None = None
-    nbytes: int = 0
+    followed: bool = False
+    nbytes: int = 0  # named to the reader so far
     deadline_ms: int | None = None  # of the running phase
 
 
-ReleaseOutcome = Literal["freed", "already_free", "stale_fence"]
+ReleaseOutcome = Literal["freed", "declined", "already_free", "stale_fence"]
+FollowOutcome = Literal["granted", "unknown", "stale_fence", "taken"]
 
 
 class HandoffTable:
-    """Every handoff whose memory this process still owns. An id leaves the table when its memory is free."""
+    """Every handoff whose memory this process still owns. An id leaves the table when its memory is free.
+
+    `fence` rises with every `begin` of this process; a follower and an acknowledgement must name it.
+    """
 
     def __init__(self, timing: Timing) -> None:
         self._timing = timing
@@ -86,19 +106,45 @@ class HandoffTable:
         self._last_fence = 0
         self._counts: Counter[str] = Counter()
 
-    def begin(self, handoff_id: str) -> None:
+    def begin(self, handoff_id: str) -> int:
+        """A handoff that may be followed from now on; returns its fence."""
         if handoff_id in self._handoffs:
             raise InvariantError(f"handoff {handoff_id} began twice")
-        self._handoffs[handoff_id] = _Handoff()
-
-    def publish(self, handoff_id: str, *, nbytes: int, now_ms: int) -> Lease:
-        """Lend the memory out. The lease runs from now."""
-        handoff = self._handoffs[handoff_id]
-        handoff.phase = step(handoff.phase, Event.PUBLISH)
         self._last_fence += 1
-        lease = Lease(fence=self._last_fence, lease_ms=self._timing.lease_ms(nbytes))
-        handoff.fence, handoff.nbytes = lease.fence, nbytes
-        handoff.deadline_ms = now_ms + lease.lease_ms
+        self._handoffs[handoff_id] = _Handoff(fence=self._last_fence)
+        return self._last_fence
+
+    def follow(self, handoff_id: str, *, fence: int) -> FollowOutcome:
+        """One reader per handoff, for good: its acknowledgement alone ends the loan."""
+        handoff = self._handoffs.get(handoff_id)
+        if handoff is None or handoff.phase in (Phase.DECLINED, Phase.EXPIRED):
+            return "unknown"
+        if handoff.fence != fence:
+            self._counts["stale_fence"] += 1
+            return "stale_fence"
+        if handoff.followed:
+            return "taken"
+        handoff.followed = True
+        return "granted"
+
+    def lend(self, handoff_id: str, *, nbytes: int) -> bool:
+        """`nbytes` more are announced; false where the follower has given up and nothing may be announced."""
+        handoff = self._handoffs.get(handoff_id)
+        if handoff is None or handoff.phase not in (Phase.COMPUTING, Phase.LENDING):
+            return False
+        handoff.phase = step(handoff.phase, Event.LEND)
+        handoff.nbytes += nbytes
+        return True
+
+    def publish(self, handoff_id: str, *, nbytes: int, now_ms: int) -> Lease | None:
+        """Lend all `nbytes` of it; the lease runs from now. None: the reader had given up, free the memory now."""
+        handoff = self._handoffs[handoff_id]
+        if handoff.phase is Phase.DECLINED:
+            self._end(handoff_id, Event.PUBLISH)
+            return None
+        handoff.phase = step(handoff.phase, Event.PUBLISH)
+        lease = Lease(fence=handoff.fence, lease_ms=self._timing.lease_ms(nbytes))
+        handoff.nbytes, handoff.deadline_ms = nbytes, now_ms + lease.lease_ms
         return lease
 
     def release(self, handoff_id: str, *, fence: int) -> ReleaseOutcome:
@@ -106,18 +152,21 @@ class HandoffTable:
         handoff = self._handoffs.get(handoff_id)
         if handoff is None:
             return "already_free"
-        if handoff.fence != fence:  # of an older handoff, or a guess while nothing is published
+        if handoff.fence != fence:  # of an older handoff, or a guess
             self._counts["stale_fence"] += 1
             return "stale_fence"
-        self._end(handoff_id, Event.RELEASE)
-        self._counts["released"] += 1
-        return "freed"
+        first = handoff.phase is not Phase.DECLINED
+        self._counts["released"] += first
+        return "freed" if self._end(handoff_id, Event.RELEASE) else "declined"
 
-    def abandon(self, handoff_id: str) -> bool:
+    def abandon(self, handoff_id: str, *, now_ms: int) -> bool:
         """The request ended on this side; true where the memory is to be freed now."""
         handoff = self._handoffs.get(handoff_id)
         if handoff is None:
             return False
+        if handoff.phase is Phase.LENDING:
+            self._counts["withdrawn"] += 1
+            handoff.deadline_ms = now_ms + self._timing.transfer_ms(handoff.nbytes)
         return self._end(handoff_id, Event.ABANDON)
 
     def expire(self, now_ms: int) -> list[str]:
@@ -151,22 +200,25 @@ class HandoffTable:
         phases = Counter(h.phase for h in self._handoffs.values())
         return HandoffStats(
             num_computing=phases[Phase.COMPUTING],
+            num_lending=phases[Phase.LENDING],
+            num_declined=phases[Phase.DECLINED],
             num_published=phases[Phase.PUBLISHED],
             num_expired=phases[Phase.EXPIRED],
             leased_bytes=sum(h.nbytes for h in self._handoffs.values()),
             released=self._counts["released"],
             lease_expired=self._counts["lease_expired"],
+            withdrawn=self._counts["withdrawn"],
             stale_fences=self._counts["stale_fence"],
         )
 
     def check(self) -> None:
-        """Fences are distinct and none is ahead; what is lent has an end."""
-        fences = [h.fence for h in self._handoffs.values() if h.fence is not None]
+        """Fences are distinct and none is ahead; what waits for time alone has an end."""
+        fences = [h.fence for h in self._handoffs.values()]
         if len(set(fences)) != len(fences) or any(fence > self._last_fence for fence in fences):
             raise InvariantError("handoff fences are not distinct and rising")
         for handoff_id, handoff in self._handoffs.items():
-            lent = handoff.phase in (Phase.PUBLISHED, Phase.EXPIRED)
-            if handoff.phase is Phase.FREED or lent != (handoff.deadline_ms is not None):
+            timed = handoff.phase in (Phase.PUBLISHED, Phase.EXPIRED)
+            if handoff.phase is Phase.FREED or timed != (handoff.deadline_ms is not None):
                 raise InvariantError(
                     f"handoff {handoff_id} is {handoff.phase.value} with deadline {handoff.deadline_ms}"
                 )

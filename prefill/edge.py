@@ -7,9 +7,8 @@ from collections.abc import Awaitable, Callable
 
 import grpc
 
-from engine.api import Finished, FinishReason, Progress, SampledToken, TokenSampled
+from engine.api import Finished, FinishReason, LastPass, Progress, SampledToken, TokenSampled
 from engine.worker.expiry import Expiry, now_ms
-from engine.worker.memory import Holding
 from engine.worker.prompt import PromptRun, PromptRunner
 from engine.worker.service import Gate
 from engine.worker.wire import (
@@ -20,14 +19,16 @@ from engine.worker.wire import (
     token_to_wire,
 )
 from model.batch import PoolLayout
-from moonrelay.errors import InvariantError, Unavailable
+from moonrelay.errors import HandoffRefused, InvariantError, Unavailable
 from moonrelay.prefix import Fingerprint
 from moonrelay.stubs.v1 import common_pb2, worker_pb2, worker_pb2_grpc
 from prefill.core import HandoffTable
+from prefill.handoff import Handoff, LayerWatch, nbytes
 from prefill.metrics import HandoffMetrics
+from prefill.parts import PART_BYTES
 
-TP_SIZE = 1
 Emit = Callable[[worker_pb2.PrefillEvent], Awaitable[None]]
+Send = Callable[[worker_pb2.HandoffPart], Awaitable[None]]
 
 
 class PrefillEdge(worker_pb2_grpc.PrefillWorkerServicer):
@@ -46,18 +47,27 @@ class PrefillEdge(worker_pb2_grpc.PrefillWorkerServicer):
         peer: common_pb2.Peer,
         address: str,
         transport_note: str,
+        part_bytes: int = PART_BYTES,
     ) -> None:
         self.table = table
         self._prompts, self._gate, self._metrics = prompts, gate, metrics
         self._max_context, self._transport_note = max_context, transport_note
         self._fingerprint, self._layout = fingerprint_to_wire(fingerprint), layout_to_wire(layout)
         self._peer, self._address = peer, address
-        self._lent: dict[str, Holding] = {}
+        self._split = worker_pb2.Split(tp_size=1, tp_rank=0, first_head=0, end_head=layout.num_heads)
+        self._part_bytes = part_bytes
+        self._lent: dict[str, Handoff] = {}
+        self._layers = LayerWatch(prompts.engine.progress)
         self._expiry = Expiry(table.next_deadline_ms, self._expire)
         self._num_handoffs = 0
 
     async def Prefill(self, request: worker_pb2.PrefillRequest, context: grpc.aio.ServicerContext) -> None:
         await self._gate.serve(context, self._prefill(request, context.write, context.time_remaining()))
+
+    async def FollowHandoff(
+        self, request: worker_pb2.FollowHandoffRequest, context: grpc.aio.ServicerContext
+    ) -> None:
+        await self._gate.serve(context, self._follow(request, context.write), drains=True)
 
     async def ReleaseHandoff(
         self, request: worker_pb2.ReleaseHandoffRequest, context: grpc.aio.ServicerContext
@@ -78,34 +88,42 @@ class PrefillEdge(worker_pb2_grpc.PrefillWorkerServicer):
         prompt = prompt_from_wire(request, block_tokens=self._prompts.block_tokens, max_context=self._max_context)
         tokens = len(prompt.ids)
         async with self._prompts.run(prompt, tokens=tokens, hold_after_first=True, remaining_s=remaining_s) as run:
-            handoff_id = self._begin(run)
+            handoff = self._begin(run)
             try:
-                token, reason = await self._compute(run, emit)
+                await emit(worker_pb2.PrefillEvent(opened=self._opened(handoff, tokens)))
+                token, reason = await self._compute(run, handoff, emit)
                 self._prompts.metrics.ttft.observe(time.monotonic() - arrived_s)
                 usage = run.usage()
                 first = worker_pb2.FirstToken(token=token_to_wire(token), cache=usage)
                 await emit(worker_pb2.PrefillEvent(first_token=first))
                 ready = worker_pb2.HandoffReady(transport_note=self._transport_note)
                 if reason is None:
-                    ready.manifest.CopyFrom(await self._publish(run, handoff_id, token.id))
+                    await self._publish(run, handoff, token.id, ready)
                 else:
                     ready.finish_reason = FINISH[reason]
             finally:
-                if self.table.abandon(handoff_id):
-                    self._free(handoff_id)
+                self._layers.remove(handoff)
+                handoff.withdraw("the request ended without a handoff")
+                if self.table.abandon(handoff.id, now_ms=now_ms()):
+                    self._free(handoff.id)
+                self._expiry.change()
             self._prompts.store(run)
         self._prompts.metrics.prompt_done(tokens, usage)
         await emit(worker_pb2.PrefillEvent(handoff=ready))
 
-    async def _compute(self, run: PromptRun, emit: Emit) -> tuple[SampledToken, FinishReason | None]:
+    async def _compute(
+        self, run: PromptRun, handoff: Handoff, emit: Emit
+    ) -> tuple[SampledToken, FinishReason | None]:
         """The first token; and why the turn ended, where it ended the turn."""
         token: SampledToken | None = None
         while True:
             for event in await run.events():
                 match event:
                     case Progress(tokens=done):
-                        run.hash_ahead(done)
+                        handoff.tokens_done(done)
                         await emit(worker_pb2.PrefillEvent(progress=worker_pb2.PrefillProgress(tokens_done=done)))
+                    case LastPass(number=number) if handoff.wants_layers:
+                        self._layers.add(handoff, number)
                     case TokenSampled(token=drawn):
                         token = drawn
                     case Finished(reason="cancelled"):
@@ -115,21 +133,27 @@ class PrefillEdge(worker_pb2_grpc.PrefillWorkerServicer):
                             raise InvariantError(f"state holds {consumed} of {len(run.prompt.ids)} prompt tokens")
                         return token, None if reason == "held" else reason
 
-    async def _publish(self, run: PromptRun, handoff_id: str, next_token: int) -> worker_pb2.Manifest:
-        """Checksum everything, then lend it out: the lease runs from when the manifest is complete."""
-        holding, tokens = run.holding, len(run.prompt.ids)
+    async def _publish(
+        self, run: PromptRun, handoff: Handoff, next_token: int, ready: worker_pb2.HandoffReady
+    ) -> None:
+        """Checksum what is left, then lend everything: the lease runs from when the manifest is complete."""
+        tokens = len(run.prompt.ids)
+        self._layers.remove(handoff)
         with self._metrics.publish_seconds.time():
-            rows = await run.spans(0, len(holding.reservation.blocks))
-            state = await self._prompts.checked(holding.state_parts())
-            nbytes = sum(span.length for span in (*rows, *state))
-            lease = self.table.publish(handoff_id, nbytes=nbytes, now_ms=now_ms())
+            first, rows, state = await handoff.regions()
+            whole = sum(span.length for span in rows) + sum(p.recurrent.length + p.conv.length for p in state)
+            lease = self.table.publish(handoff.id, nbytes=whole, now_ms=now_ms())
             self._expiry.change()
-        self._metrics.published_bytes.inc(nbytes)
-        return worker_pb2.Manifest(
-            handoff_id=handoff_id,
+        if lease is None:  # its follower had given up
+            handoff.withdraw("declined")
+            self._free(handoff.id)
+            return
+        self._metrics.published_bytes.inc(whole)
+        manifest = worker_pb2.Manifest(
+            handoff_id=handoff.id,
             fingerprint=self._fingerprint,
             layout=self._layout,
-            tp_size=TP_SIZE,
+            split=self._split,
             tokens_in_state=tokens,
             next_token=next_token,
             sampler_position=tokens + 1,
@@ -140,23 +164,56 @@ class PrefillEdge(worker_pb2_grpc.PrefillWorkerServicer):
             fence=lease.fence,
             lease_ms=lease.lease_ms,
         )
+        handoff.publish(manifest, held_blocks=first)
+        ready.manifest.CopyFrom(manifest)
+
+    async def _follow(self, request: worker_pb2.FollowHandoffRequest, send: Send) -> None:
+        """Every part of a handoff to its one follower, to the manifest or the withdrawal. Raises: HandoffRefused."""
+        outcome = self.table.follow(request.handoff_id, fence=request.fence)
+        if outcome != "granted":
+            raise HandoffRefused(f"handoff {request.handoff_id}: {outcome}", reason="withdrawn")
+        handoff = self._lent[request.handoff_id]
+        if request.HasField("held") and not handoff.agree(request.held):
+            raise HandoffRefused("the blocks held are not this prompt's", reason="held")
+        async for part in handoff.parts():
+            lent = nbytes(part)
+            if lent and not self.table.lend(handoff.id, nbytes=lent):
+                continue  # complete or declined meanwhile: the last part says which
+            await send(part)
 
     async def _release(self, request: worker_pb2.ReleaseHandoffRequest) -> worker_pb2.ReleaseHandoffReply:
-        if self.table.release(request.handoff_id, fence=request.fence) == "freed":
-            self._free(request.handoff_id)
+        match self.table.release(request.handoff_id, fence=request.fence):
+            case "freed":
+                self._free(request.handoff_id)
+            case "declined":
+                self._lent[request.handoff_id].withdraw("declined")
         return worker_pb2.ReleaseHandoffReply()
 
-    def _begin(self, run: PromptRun) -> str:
+    def _begin(self, run: PromptRun) -> Handoff:
         self._num_handoffs += 1
         handoff_id = f"{run.prompt.request_id}.{self._num_handoffs}"
-        self.table.begin(handoff_id)
-        self._lent[handoff_id] = run.holding.share()
-        return handoff_id
+        fence = self.table.begin(handoff_id)
+        self._lent[handoff_id] = handoff = Handoff(handoff_id, fence, self._prompts, run, self._part_bytes)
+        return handoff
+
+    def _opened(self, handoff: Handoff, prompt_tokens: int) -> worker_pb2.HandoffOpened:
+        return worker_pb2.HandoffOpened(
+            handoff_id=handoff.id,
+            source=self._peer,
+            source_address=self._address,
+            fence=handoff.fence,
+            fingerprint=self._fingerprint,
+            layout=self._layout,
+            split=self._split,
+            prompt_tokens=prompt_tokens,
+        )
 
     def _expire(self, now: int) -> None:
         for handoff_id in self.table.expire(now):
             self._free(handoff_id)
 
     def _free(self, handoff_id: str) -> None:
-        self._lent.pop(handoff_id).drop()
+        handoff = self._lent.pop(handoff_id)
+        handoff.withdraw("its time is over")
+        handoff.holding.drop()
         self._expiry.change()

@@ -16,12 +16,15 @@ from moonrelay.stubs.v1 import worker_pb2_grpc
 from prefill.core import HandoffTable
 from prefill.edge import PrefillEdge
 from prefill.metrics import HandoffMetrics
+from prefill.parts import PART_BYTES
 
 SERVICE_NAME = "moonrelay.v1.PrefillWorker"
 
 
 class PrefillSettings(WorkerSettings, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Compute prompts and hand them over to decode workers."""
+
+    part_bytes: int = PART_BYTES  # a handoff's regions are lent early in parts of at least this
 
 
 class PrefillService:
@@ -50,10 +53,12 @@ class PrefillService:
 
 
 async def assemble(worker: Worker) -> PrefillService:
+    settings = worker.settings
+    assert isinstance(settings, PrefillSettings)
     cache = await WorkerCache.open(**cache_arguments(worker))
     prompts = build_prompts(worker, cache)
     worker.spawn(keep_warm(cache.transports, worker.membership, ("cachestore",)))
-    table = HandoffTable(worker.settings.timing())
+    table = HandoffTable(settings.timing())
     edge = PrefillEdge(
         prompts,
         table,
@@ -65,6 +70,7 @@ async def assemble(worker: Worker) -> PrefillService:
         peer=cache.peer,
         address=worker.address,
         transport_note=cache.note,
+        part_bytes=settings.part_bytes,
     )
     return PrefillService(edge, prompts, cache)
 

@@ -26,10 +26,13 @@ class HandoffMetrics(Collector):
         stats, prefix = self._table.stats(), "moonrelay_prefill_handoff"
         phases = GaugeMetricFamily(prefix + "s", "Handoffs whose memory is not free, by phase", labels=("phase",))
         phases.add_metric(("computing",), stats.num_computing)
+        phases.add_metric(("lending",), stats.num_lending)
+        phases.add_metric(("declined",), stats.num_declined)
         phases.add_metric(("published",), stats.num_published)
         phases.add_metric(("expired",), stats.num_expired)
         yield phases
         yield GaugeMetricFamily(prefix + "_leased_bytes", "Bytes lent to readers", stats.leased_bytes)
         yield CounterMetricFamily(prefix + "_released", "Ended by the reader's acknowledgement", stats.released)
         yield CounterMetricFamily(prefix + "_lease_expired", "Not acknowledged within the lease", stats.lease_expired)
+        yield CounterMetricFamily(prefix + "_withdrawn", "Ended while regions were lent", stats.withdrawn)
         yield CounterMetricFamily(prefix + "_stale_fences", "Acknowledgements of another lease", stats.stale_fences)

@@ -70,18 +70,19 @@ class CacheNode:
 
 
 @contextlib.asynccontextmanager
-async def cached_world(valkey, make_engine, backend, **how) -> AsyncIterator[tuple[World, CacheNode]]:
+async def cached_world(
+    valkey, make_engine, backend, *, publish_inflight_max: int = 2, kept_share: float = 0.0, **how
+) -> AsyncIterator[tuple[World, CacheNode]]:
     nodes: list[CacheNode] = []
 
     async def prepare(world: World) -> None:
         nodes.append(CacheNode(valkey.url, world.fabric))
         await nodes[0].start()
         world.nodes = nodes[0]
-        world.publish_inflight_max = how.pop("publish_inflight_max", 2)
+        world.publish_inflight_max, world.kept_share = publish_inflight_max, kept_share
 
-    settings = {k: v for k, v in how.items() if k != "publish_inflight_max"}
     try:
-        async with running(make_engine, backend, prepare=prepare, **settings) as world:
+        async with running(make_engine, backend, prepare=prepare, **how) as world:
             yield world, nodes[0]
     finally:
         for node in nodes:
@@ -96,7 +97,7 @@ async def stored(world: World, prompt: list[int], root: bytes, *cuts: int) -> Pr
     """Prefill cold, storing blocks and snapshots, and wait until they can be found; the handoff is let go."""
     ready = await world.prefilled(prefill_request(prompt, root=root, snapshot_at=cuts, store=True))
     await world.prefill_stub.ReleaseHandoff(
-        worker_pb2.ReleaseHandoffRequest(handoff_id=ready.manifest.handoff_id, fence=ready.manifest.fence)
+        worker_pb2.ReleaseHandoffRequest(handoff_id=ready.opened.handoff_id, fence=ready.opened.fence)
     )
     await until(lambda: world.prefill.prompts.num_background == 0)
     return ready
@@ -105,5 +106,5 @@ async def stored(world: World, prompt: list[int], root: bytes, *cuts: int) -> Pr
 async def continued(world: World, request: worker_pb2.PrefillRequest) -> tuple[Prefilled, list[int]]:
     reservation_id = await world.reserve(list(request.prompt_ids), request.sampling.max_tokens)
     ready = await world.prefilled(request)
-    rest = await tokens_of(world.adopt(request, reservation_id, ready.manifest))
+    rest = await tokens_of(world.adopt(request, reservation_id, ready.opened))
     return ready, [ready.first_token.id, *rest]

@@ -69,14 +69,15 @@ async def refusal_of(call) -> tuple[grpc.StatusCode, str, str]:
 def test_one_altered_bit_is_refused_counted_and_freed(make_engine, backend, transport, region):
     async def scenario():
         async with running(make_engine, backend, transport) as world:
-            request, reservation_id, manifest = await world.handed_over(prompt_of(65))
+            request, reservation_id, ready = await world.handed_over(prompt_of(65))
+            manifest = ready.manifest
             regions = {
                 "first row": manifest.rows[0], "last row": manifest.rows[1],
-                "recurrent": manifest.state[0], "conv": manifest.state[1],
+                "recurrent": manifest.state[0].recurrent, "conv": manifest.state[0].conv,
             }  # fmt: skip
             span = regions[region]
             world.prefill.transports.view(span.pool, span.offset, span.length)[span.length // 2] ^= 1
-            refused = await refusal_of(world.adopt(request, reservation_id, manifest))
+            refused = await refusal_of(world.adopt(request, reservation_id, ready.opened))
             assert refused == (grpc.StatusCode.FAILED_PRECONDITION, "handoff_refused", "checksum")
             assert world.decode.value("moonrelay_decode_handoff_refused_total", reason="checksum") == 1
             await world.until_clean()  # both sides, long before the lease ends
@@ -89,9 +90,9 @@ def test_one_altered_bit_is_refused_counted_and_freed(make_engine, backend, tran
 def test_a_prefill_worker_that_dies_before_the_pull(make_engine, backend, transport):
     async def scenario():
         async with running(make_engine, backend, transport, timing=SHORT) as world:
-            request, reservation_id, manifest = await world.handed_over(prompt_of(65))
+            request, reservation_id, ready = await world.handed_over(prompt_of(65))
             await world.prefill.transports.close()
-            status, code, reason = await refusal_of(world.adopt(request, reservation_id, manifest))
+            status, code, reason = await refusal_of(world.adopt(request, reservation_id, ready.opened))
             assert (status, code) == (grpc.StatusCode.FAILED_PRECONDITION, "handoff_refused")
             assert reason == "transfer"
             assert world.decode.memory.num_held == 0
@@ -103,9 +104,9 @@ def test_a_prefill_worker_that_dies_before_the_pull(make_engine, backend, transp
 def test_landing_memory_stays_out_of_use_until_the_transport_says_it_is_over(make_engine, backend, how):
     async def scenario():
         async with running(make_engine, backend, timing=SHORT, num_blocks=4) as world:
-            request, reservation_id, manifest = await world.handed_over(prompt_of(130))  # 3 of 4 blocks on each side
+            request, reservation_id, ready = await world.handed_over(prompt_of(130))  # 3 of 4 blocks on each side
             world.fabric.stop("prefill-0")
-            call = world.adopt(request, reservation_id, manifest)
+            call = world.adopt(request, reservation_id, ready.opened)
             if how == "deadline":
                 assert (await refusal_of(call))[2] == "deadline"
             else:
@@ -129,8 +130,8 @@ def test_landing_memory_stays_out_of_use_until_the_transport_says_it_is_over(mak
 def test_a_handoff_nobody_pulls_is_freed_when_its_lease_and_the_longest_transfer_are_over(make_engine, backend):
     async def scenario():
         async with running(make_engine, backend, timing=UNPULLED) as world:
-            _, reservation_id, manifest = await world.handed_over(prompt_of(65))
-            assert world.held() == (1, 1) and manifest.lease_ms >= 1_500
+            _, reservation_id, ready = await world.handed_over(prompt_of(65))
+            assert world.held() == (1, 1) and ready.manifest.lease_ms >= 1_500
             await until(lambda: not world.owner.table.stats().num_published)
             assert world.prefill.memory.num_held == 1  # a read that began in time may still run
             await until(lambda: not world.prefill.memory.num_held)
@@ -145,11 +146,11 @@ def test_a_handoff_nobody_pulls_is_freed_when_its_lease_and_the_longest_transfer
 def test_acknowledgements_are_idempotent_and_fenced(make_engine, backend):
     async def scenario():
         async with running(make_engine, backend) as world:
-            _, reservation_id, manifest = await world.handed_over(prompt_of(5))
-            ack = worker_pb2.ReleaseHandoffRequest(handoff_id=manifest.handoff_id, fence=manifest.fence + 1)
+            _, reservation_id, ready = await world.handed_over(prompt_of(5))
+            ack = worker_pb2.ReleaseHandoffRequest(handoff_id=ready.opened.handoff_id, fence=ready.opened.fence + 1)
             await world.prefill_stub.ReleaseHandoff(ack)
             assert world.prefill.memory.num_held == 1
-            ack.fence = manifest.fence
+            ack.fence = ready.opened.fence
             for _ in range(3):
                 await world.prefill_stub.ReleaseHandoff(ack)
             assert world.prefill.memory.num_held == 0
@@ -164,9 +165,9 @@ def test_acknowledgements_are_idempotent_and_fenced(make_engine, backend):
 def test_reservations_end_by_themselves_and_cannot_be_used_then(make_engine, backend):
     async def scenario():
         async with running(make_engine, backend, reservation_ttl_ms=50) as world:
-            request, reservation_id, manifest = await world.handed_over(prompt_of(3))
+            request, reservation_id, ready = await world.handed_over(prompt_of(3))
             await until(lambda: not world.decode.memory.num_held)
-            assert (await refusal_of(world.adopt(request, reservation_id, manifest)))[2] == "reservation"
+            assert (await refusal_of(world.adopt(request, reservation_id, ready.opened)))[2] == "reservation"
             assert world.decode.value("moonrelay_decode_reservations_expired_total") == 1
             await world.until_clean()  # the owner was told
 
@@ -176,10 +177,10 @@ def test_reservations_end_by_themselves_and_cannot_be_used_then(make_engine, bac
 def test_a_handoff_is_adopted_once(make_engine, backend):
     async def scenario():
         async with running(make_engine, backend) as world:
-            request, reservation_id, manifest = await world.handed_over(prompt_of(65))
-            first = asyncio.create_task(tokens_of(world.adopt(request, reservation_id, manifest)))
+            request, reservation_id, ready = await world.handed_over(prompt_of(65))
+            first = asyncio.create_task(tokens_of(world.adopt(request, reservation_id, ready.opened)))
             await until(lambda: not world.reader.table.stats().num_reserved)
-            assert (await refusal_of(world.adopt(request, reservation_id, manifest)))[2] == "reservation"
+            assert (await refusal_of(world.adopt(request, reservation_id, ready.opened)))[2] == "reservation"
             assert len(await first) == 5
 
     asyncio.run(scenario())
@@ -188,9 +189,9 @@ def test_a_handoff_is_adopted_once(make_engine, backend):
 def test_a_manifest_of_a_restarted_worker_is_refused(make_engine, backend):
     async def scenario():
         async with running(make_engine, backend) as world:
-            request, reservation_id, manifest = await world.handed_over(prompt_of(3))
+            request, reservation_id, ready = await world.handed_over(prompt_of(3))
             world.epochs["prefill-0"] = 2
-            assert (await refusal_of(world.adopt(request, reservation_id, manifest)))[2] == "stale_epoch"
+            assert (await refusal_of(world.adopt(request, reservation_id, ready.opened)))[2] == "stale_epoch"
             assert world.decode.memory.num_held == 0
 
     asyncio.run(scenario())
@@ -221,8 +222,8 @@ def test_a_client_that_goes_away_gives_everything_back(make_engine, backend, cal
             elif call == "generate":
                 stream = world.decode_stub.Generate(prefill_request(prompt_of(65), max_tokens=500))
             else:
-                request, reservation_id, manifest = await world.handed_over(prompt_of(65), max_tokens=500)
-                stream = world.adopt(request, reservation_id, manifest)
+                request, reservation_id, ready = await world.handed_over(prompt_of(65), max_tokens=500)
+                stream = world.adopt(request, reservation_id, ready.opened)
             async for event in stream:
                 if event.WhichOneof("event") in ("tokens", "progress"):
                     break

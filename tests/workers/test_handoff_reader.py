@@ -8,26 +8,30 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from decode.core import NEXT, Event, Phase, ReaderTable, step
+from decode.core import GIVEN_UP, NEXT, Event, Phase, ReaderTable, step
 from moonrelay.errors import InvariantError
 
+READS = (Event.READ_STARTED, Event.READ_ENDED)
 IMPOSSIBLE = {
-    *((Phase.RESERVED, e) for e in (Event.VERIFIED, Event.TRANSFER_ENDED, Event.FINISHED)),
-    *((Phase.PULLING, e) for e in (Event.PUBLISHED, Event.TRANSFER_ENDED, Event.FINISHED)),
-    *((Phase.QUARANTINED, e) for e in (Event.PUBLISHED, Event.VERIFIED, Event.REFUSED, Event.FINISHED)),
-    *((Phase.ADOPTED, e) for e in (Event.PUBLISHED, Event.VERIFIED, Event.REFUSED, Event.TRANSFER_ENDED)),
+    *((Phase.RESERVED, e) for e in (*READS, Event.COMPLETE, Event.FINISHED)),
+    *((Phase.FOLLOWING, e) for e in (Event.OPENED, Event.READ_ENDED, Event.FINISHED)),
+    *((Phase.PULLING, e) for e in (Event.OPENED, Event.READ_STARTED, Event.COMPLETE, Event.FINISHED)),
+    *((Phase.QUARANTINED, e) for e in (Event.OPENED, Event.READ_STARTED, Event.COMPLETE, Event.FINISHED)),
+    *((Phase.ADOPTED, e) for e in (Event.OPENED, *READS, Event.COMPLETE, Event.REFUSED)),
     (Phase.ADOPTED, Event.CANCELLED),  # the engine ends an adopted turn: cancel it there, then FINISHED
-    *((Phase.RELEASED, e) for e in (Event.VERIFIED, Event.TRANSFER_ENDED, Event.FINISHED)),
+    *((Phase.RELEASED, e) for e in (*READS, Event.COMPLETE, Event.FINISHED)),
 }
 AS_DESIGNED = {  # the protocol's own rows; the rest are cancellations and repeats
-    (Phase.RESERVED, Event.PUBLISHED): Phase.PULLING,
+    (Phase.RESERVED, Event.OPENED): Phase.FOLLOWING,
     (Phase.RESERVED, Event.DEADLINE): Phase.RELEASED,
-    (Phase.PULLING, Event.VERIFIED): Phase.ADOPTED,
-    (Phase.PULLING, Event.REFUSED): Phase.RELEASED,
+    (Phase.FOLLOWING, Event.READ_STARTED): Phase.PULLING,
+    (Phase.PULLING, Event.READ_ENDED): Phase.FOLLOWING,
+    (Phase.FOLLOWING, Event.COMPLETE): Phase.ADOPTED,
+    (Phase.FOLLOWING, Event.REFUSED): Phase.RELEASED,
     (Phase.PULLING, Event.DEADLINE): Phase.QUARANTINED,
-    (Phase.QUARANTINED, Event.TRANSFER_ENDED): Phase.RELEASED,
+    (Phase.QUARANTINED, Event.READ_ENDED): Phase.RELEASED,
     (Phase.ADOPTED, Event.DEADLINE): Phase.ADOPTED,
-    (Phase.RELEASED, Event.PUBLISHED): Phase.RELEASED,
+    (Phase.RELEASED, Event.OPENED): Phase.RELEASED,
 }
 
 
@@ -43,12 +47,14 @@ def test_the_table_holds_the_protocol():
     assert {pair: NEXT[pair] for pair in AS_DESIGNED} == AS_DESIGNED
 
 
-def test_nothing_is_adopted_but_by_verification_and_no_running_read_is_freed():
+def test_nothing_is_adopted_but_when_complete_and_no_running_read_is_freed():
     assert {pair for pair, after in NEXT.items() if after is Phase.ADOPTED and pair[0] is not Phase.ADOPTED} == {
-        (Phase.PULLING, Event.VERIFIED)
+        (Phase.FOLLOWING, Event.COMPLETE)
     }
-    frees_a_pull = {e for (phase, e), after in NEXT.items() if phase is Phase.PULLING and after is Phase.RELEASED}
-    assert frees_a_pull == {Event.REFUSED}
+    assert not {e for (phase, e), after in NEXT.items() if phase is Phase.PULLING and after is Phase.RELEASED}
+    assert {e for (phase, e), after in NEXT.items() if phase is Phase.QUARANTINED and after is Phase.RELEASED} == {
+        Event.READ_ENDED
+    }
 
 
 def reserved(ttl_ms: int = 100) -> ReaderTable:
@@ -63,27 +69,31 @@ def test_a_reservation_nobody_comes_for_ends_by_itself():
     assert table.expire(99) == []
     assert table.expire(100) == ["r"]
     assert table.phase("r") is Phase.RELEASED and table.stats().expired == 1
-    assert table.step("r", Event.PUBLISHED) is Phase.RELEASED  # late
+    assert table.step("r", Event.OPENED) is Phase.RELEASED  # late
 
 
-def test_a_pull_outlives_the_reservation_time():
+def test_a_followed_reservation_is_not_swept_and_knows_its_end():
     table = reserved()
-    table.step("r", Event.PUBLISHED)
-    assert table.expire(10**9) == [] and table.next_deadline_ms() is None
-    assert table.step("r", Event.VERIFIED) is Phase.ADOPTED
+    table.step("r", Event.OPENED)
+    assert table.expire(10**9) == [] and table.next_deadline_ms() is None and table.ttl_end_ms("r") == 100
+    for _ in range(3):
+        assert table.step("r", Event.READ_STARTED) is Phase.PULLING
+        assert table.step("r", Event.READ_ENDED) is Phase.FOLLOWING
+    assert table.step("r", Event.COMPLETE) is Phase.ADOPTED
     assert table.expire(10**9) == []
     assert table.step("r", Event.FINISHED) is Phase.RELEASED
 
 
-@pytest.mark.parametrize("event", [Event.DEADLINE, Event.CANCELLED], ids=lambda e: e.value)
+@pytest.mark.parametrize("event", GIVEN_UP, ids=lambda e: e.value)
 def test_quarantine_counts_bytes_until_the_transport_ends_it(event):
     table = reserved()
-    table.step("r", Event.PUBLISHED)
+    table.step("r", Event.OPENED)
+    table.step("r", Event.READ_STARTED)
     assert table.step("r", event) is Phase.QUARANTINED
     assert table.stats().quarantined_bytes == 4096
     assert table.step("r", Event.DEADLINE) is Phase.QUARANTINED
     table.check()
-    assert table.step("r", Event.TRANSFER_ENDED) is Phase.RELEASED
+    assert table.step("r", Event.READ_ENDED) is Phase.RELEASED
     assert table.stats().quarantined_bytes == 0 and len(table) == 0
 
 

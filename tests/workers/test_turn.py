@@ -145,7 +145,7 @@ def test_a_write_back_that_names_another_prompt_is_refused(make_engine, backend,
             reservation_id = await world.reserve(prompt, 6)
             ready = await world.prefilled(request)
             adopt = worker_pb2.AdoptRequest(
-                request_id="r", reservation_id=reservation_id, manifest=ready.manifest, sampling=request.sampling
+                request_id="r", reservation_id=reservation_id, opened=ready.opened, sampling=request.sampling
             )
             adopt.writeback.root = request.root
             adopt.writeback.prefix_hashes.extend(request.prefix_hashes)
@@ -164,7 +164,7 @@ def test_a_write_back_that_names_another_prompt_is_refused(make_engine, backend,
                 worker_pb2.ReleaseReservationRequest(reservation_id=reservation_id)
             )
             await world.prefill_stub.ReleaseHandoff(
-                worker_pb2.ReleaseHandoffRequest(handoff_id=ready.manifest.handoff_id, fence=ready.manifest.fence)
+                worker_pb2.ReleaseHandoffRequest(handoff_id=ready.opened.handoff_id, fence=ready.opened.fence)
             )
 
     asyncio.run(scenario())

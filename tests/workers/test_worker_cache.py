@@ -32,7 +32,8 @@ def test_a_hit_gives_the_state_rows_and_tokens_of_a_cold_run(valkey, make_engine
             assert ready.cache.miss_reason == common_pb2.MISS_REASON_REMAINDER
             full = length // 64
             assert [s.xxh3 for s in ready.manifest.rows[:full]] == [s.xxh3 for s in cold.manifest.rows[:full]]
-            assert [s.xxh3 for s in ready.manifest.state] == [s.xxh3 for s in cold.manifest.state]
+            [mine], [other] = ready.manifest.state, cold.manifest.state
+            assert (mine.recurrent.xxh3, mine.conv.xxh3) == (other.recurrent.xxh3, other.conv.xxh3)
             assert tokens == await world.aggregated(prompt)
             assert world.prefill.value("moonrelay_prefill_cache_tokens_total", tier="host") == cut
             assert world.prefill.value("vllm:prefix_cache_hits_total", model_name="tiny") == cut
@@ -138,7 +139,7 @@ def test_blocks_stay_until_the_node_has_answered_whatever_the_handoff_does(valke
             world.fabric.stop("prefill-0")  # the node's pull hangs
             ready = await world.prefilled(prefill_request(prompt, root=root, snapshot_at=(128,), store=True))
             await world.prefill_stub.ReleaseHandoff(
-                worker_pb2.ReleaseHandoffRequest(handoff_id=ready.manifest.handoff_id, fence=ready.manifest.fence)
+                worker_pb2.ReleaseHandoffRequest(handoff_id=ready.opened.handoff_id, fence=ready.opened.fence)
             )
             await until(lambda: len(world.owner.table) == 0)
             assert world.prefill.memory.num_held == 2  # the reservation and the snapshot's slot

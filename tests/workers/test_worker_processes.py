@@ -105,11 +105,15 @@ class Stubs:
         )
         reservation = await self.decode.Reserve(reserve)
         async for event in self.prefill.Prefill(request):
-            ready = event.handoff
+            match event.WhichOneof("event"):
+                case "opened":
+                    opened = event.opened
+                case "first_token":
+                    self.first = event.first_token.token.id
         return worker_pb2.AdoptRequest(
             request_id="r",
             reservation_id=reservation.reservation_id,
-            manifest=ready.manifest,
+            opened=opened,
             sampling=request.sampling,
         )
 
@@ -150,7 +154,7 @@ def test_the_life_of_two_workers(workers):
         stubs = Stubs(prefill, decode)
         assert await stubs.healthy() == [True, True]
         adopt = await stubs.handed_over(PROMPT)
-        tokens = [adopt.manifest.next_token, *await tokens_of(stubs.decode.Adopt(adopt))]
+        tokens = [stubs.first, *await tokens_of(stubs.decode.Adopt(adopt))]
         assert tokens == await tokens_of(stubs.decode.Generate(prefill_request(PROMPT)))
 
         await said_of(workers.valkey.url, prefill)
@@ -182,7 +186,7 @@ def test_the_life_of_two_workers(workers):
             await tokens_of(stubs.prefill.Prefill(prefill_request(PROMPT)))
         assert closing.value.code() is grpc.StatusCode.UNAVAILABLE
         assert back.process.poll() is None  # its handoff has not been pulled yet
-        assert [adopt.manifest.next_token, *await tokens_of(stubs.decode.Adopt(adopt))] == tokens
+        assert [stubs.first, *await tokens_of(stubs.decode.Adopt(adopt))] == tokens
         await stubs.close()
 
     asyncio.run(drain())

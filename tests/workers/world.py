@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 import grpc
+import pytest
 
 from cachestore.client import Nodes
 from cachestore.prompt_cache import WorkerCache
@@ -66,7 +67,10 @@ class Half:
 class Prefilled:
     """What a prefill's events said: the first token, the cache's account, and the handoff's own fields."""
 
-    def __init__(self, first: worker_pb2.FirstToken, handoff: worker_pb2.HandoffReady) -> None:
+    def __init__(
+        self, opened: worker_pb2.HandoffOpened, first: worker_pb2.FirstToken, handoff: worker_pb2.HandoffReady
+    ) -> None:
+        self.opened = opened
         self.first_token, self.cache = first.token, first.cache
         self.manifest, self.finish_reason = handoff.manifest, handoff.finish_reason
         self.HasField = handoff.HasField
@@ -90,8 +94,9 @@ class World:
         self.nodes: Nodes | None = None  # cache nodes for both workers, set before `start`
         self.timing, self.reservation_ttl_ms = timing, reservation_ttl_ms
         self.publish_inflight_max = 2
+        self.kept_share = 0.0  # the device tier
         self.part_bytes = PART_BYTES
-        self.held: HeldBlocks | None = None
+        self.tier: HeldBlocks | None = None  # what decode has kept; set before `start`
         self.caches: list[WorkerCache] = []
 
     async def start(self, transport: str, **settings: int) -> None:
@@ -103,14 +108,15 @@ class World:
         self.owner = PrefillEdge(
             self.prefill.prompts, table, self.prefill.gate, HandoffMetrics(self.prefill.metrics, table),
             fingerprint=FINGERPRINT, layout=self.identity.layout, max_context=4096,
-            peer=self.prefill.transports.peer(), address=self.prefill.address, transport_note="", part_bytes=self.part_bytes,
+            peer=self.prefill.transports.peer(), address=self.prefill.address, transport_note="",
+            part_bytes=self.part_bytes,
         )  # fmt: skip
         worker_pb2_grpc.add_PrefillWorkerServicer_to_server(self.owner, self.prefill.server.grpc)
         self.decode = await self._half("decode", "decode-0", transport, settings)
         readers = ReaderTable()
         metrics = ReaderMetrics(self.decode.metrics, readers)
         self.owners = Owners(self.spawn, metrics)
-        held = self.held or NothingHeld(self.decode.memory)
+        held = self.tier or NothingHeld(self.decode.memory)
         self.reader = Reader(
             self.decode.prompts, readers, self.decode.transports, self.owners, held, metrics,
             identity=self.identity, timing=self.timing, reservation_ttl_ms=self.reservation_ttl_ms,
@@ -151,6 +157,8 @@ class World:
         await until(lambda: not (len(self.owner.table) or len(self.reader.table) or sum(self.held())))
         await until(lambda: not (self.prefill.prompts.num_background or self.decode.prompts.num_background))
         for half in (self.prefill, self.decode):
+            half.memory.check()
+            half.memory.clear()
             stats = half.engine.stats
             await until(lambda: stats().free_blocks == stats().num_blocks and not stats().num_running)  # noqa: B023
             half.engine.check()
@@ -162,7 +170,7 @@ class World:
         loop = asyncio.get_running_loop()
         metrics = WorkerMetrics(source, "tiny")
         engine = self._make_engine(observer=metrics, **settings)
-        memory = Memory(engine, waiting_max=16)
+        memory = Memory(engine, waiting_max=16, kept_share=self.kept_share)
         metrics.on_memory_freed = lambda: loop.call_soon_threadsafe(memory.serve_waiting)
         metrics.watch(engine.stats, lambda: memory.num_waiting, 64)
         if transport == "memory":
@@ -191,24 +199,32 @@ class World:
     async def prefilled(self, request: worker_pb2.PrefillRequest) -> Prefilled:
         events = [event async for event in self.prefill_stub.Prefill(request)]
         [first] = [event.first_token for event in events if event.HasField("first_token")]
-        assert events[-1].HasField("handoff")
-        return Prefilled(first, events[-1].handoff)
+        assert events[0].HasField("opened") and events[-1].HasField("handoff")
+        return Prefilled(events[0].opened, first, events[-1].handoff)
 
     async def disaggregated(self, prompt: list[int], **sampling) -> list[int]:
         """Every token of a request that travels through both workers."""
         request = prefill_request(prompt, **sampling)
         reservation_id = await self.reserve(prompt, request.sampling.max_tokens)
-        ready = await self.prefilled(request)
-        if ready.HasField("finish_reason"):
-            await self.decode_stub.ReleaseReservation(
-                worker_pb2.ReleaseReservationRequest(reservation_id=reservation_id)
-            )
-            return [ready.first_token.id]
-        return [ready.first_token.id, *await tokens_of(self.adopt(request, reservation_id, ready.manifest))]
+        first, rest, ended = None, None, False
+        async for event in self.prefill_stub.Prefill(request):
+            match event.WhichOneof("event"):
+                case "opened":
+                    rest = asyncio.create_task(tokens_of(self.adopt(request, reservation_id, event.opened)))
+                case "first_token":
+                    first = event.first_token.token.id
+                case "handoff":
+                    ended = event.handoff.HasField("finish_reason")
+        assert first is not None and rest is not None
+        if ended:
+            with pytest.raises(grpc.aio.AioRpcError, match="handoff refused"):
+                await rest
+            return [first]
+        return [first, *await rest]
 
-    def adopt(self, request: worker_pb2.PrefillRequest, reservation_id: str, manifest: worker_pb2.Manifest):
+    def adopt(self, request: worker_pb2.PrefillRequest, reservation_id: str, opened: worker_pb2.HandoffOpened):
         adopt = worker_pb2.AdoptRequest(
-            request_id="r", reservation_id=reservation_id, manifest=manifest, sampling=request.sampling
+            request_id="r", reservation_id=reservation_id, opened=opened, sampling=request.sampling
         )
         if request.write_back:
             tail = request.prompt_ids[len(request.prefix_hashes) * 64 :]
@@ -217,13 +233,11 @@ class World:
             adopt.writeback.tail_ids.extend(tail)
         return self.decode_stub.Adopt(adopt)
 
-    async def handed_over(
-        self, prompt: list[int], **sampling
-    ) -> tuple[worker_pb2.PrefillRequest, str, worker_pb2.Manifest]:
+    async def handed_over(self, prompt: list[int], **sampling) -> tuple[worker_pb2.PrefillRequest, str, Prefilled]:
         """Reserved and prefilled, nothing adopted yet."""
         request = prefill_request(prompt, **sampling)
         reservation_id = await self.reserve(prompt, request.sampling.max_tokens)
-        return request, reservation_id, (await self.prefilled(request)).manifest
+        return request, reservation_id, await self.prefilled(request)
 
     def held(self) -> tuple[int, int]:
         """How many things hold memory in prefill and in decode."""

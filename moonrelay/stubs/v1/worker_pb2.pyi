@@ -196,40 +196,36 @@ class HandoffReady(_message.Message):
     def __init__(self, manifest: _Optional[_Union[Manifest, _Mapping]] = ..., finish_reason: _Optional[_Union[_common_pb2.FinishReason, str]] = ..., transport_note: _Optional[str] = ...) -> None: ...
 
 class Manifest(_message.Message):
-    __slots__ = ("handoff_id", "fingerprint", "layout", "tp_size", "tokens_in_state", "next_token", "sampler_position", "rows", "state", "source", "source_address", "fence", "lease_ms", "state_layers", "split", "held")
+    __slots__ = ("handoff_id", "fingerprint", "layout", "tokens_in_state", "next_token", "sampler_position", "rows", "source", "source_address", "fence", "lease_ms", "state", "split", "held")
     HANDOFF_ID_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
-    TP_SIZE_FIELD_NUMBER: _ClassVar[int]
     TOKENS_IN_STATE_FIELD_NUMBER: _ClassVar[int]
     NEXT_TOKEN_FIELD_NUMBER: _ClassVar[int]
     SAMPLER_POSITION_FIELD_NUMBER: _ClassVar[int]
     ROWS_FIELD_NUMBER: _ClassVar[int]
-    STATE_FIELD_NUMBER: _ClassVar[int]
     SOURCE_FIELD_NUMBER: _ClassVar[int]
     SOURCE_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     FENCE_FIELD_NUMBER: _ClassVar[int]
     LEASE_MS_FIELD_NUMBER: _ClassVar[int]
-    STATE_LAYERS_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
     SPLIT_FIELD_NUMBER: _ClassVar[int]
     HELD_FIELD_NUMBER: _ClassVar[int]
     handoff_id: str
     fingerprint: _common_pb2.Fingerprint
     layout: _common_pb2.Layout
-    tp_size: int
     tokens_in_state: int
     next_token: int
     sampler_position: int
     rows: _containers.RepeatedCompositeFieldContainer[_common_pb2.Span]
-    state: _containers.RepeatedCompositeFieldContainer[_common_pb2.Span]
     source: _common_pb2.Peer
     source_address: str
     fence: int
     lease_ms: int
-    state_layers: _containers.RepeatedCompositeFieldContainer[StatePart]
+    state: _containers.RepeatedCompositeFieldContainer[StatePart]
     split: Split
     held: HeldPrefix
-    def __init__(self, handoff_id: _Optional[str] = ..., fingerprint: _Optional[_Union[_common_pb2.Fingerprint, _Mapping]] = ..., layout: _Optional[_Union[_common_pb2.Layout, _Mapping]] = ..., tp_size: _Optional[int] = ..., tokens_in_state: _Optional[int] = ..., next_token: _Optional[int] = ..., sampler_position: _Optional[int] = ..., rows: _Optional[_Iterable[_Union[_common_pb2.Span, _Mapping]]] = ..., state: _Optional[_Iterable[_Union[_common_pb2.Span, _Mapping]]] = ..., source: _Optional[_Union[_common_pb2.Peer, _Mapping]] = ..., source_address: _Optional[str] = ..., fence: _Optional[int] = ..., lease_ms: _Optional[int] = ..., state_layers: _Optional[_Iterable[_Union[StatePart, _Mapping]]] = ..., split: _Optional[_Union[Split, _Mapping]] = ..., held: _Optional[_Union[HeldPrefix, _Mapping]] = ...) -> None: ...
+    def __init__(self, handoff_id: _Optional[str] = ..., fingerprint: _Optional[_Union[_common_pb2.Fingerprint, _Mapping]] = ..., layout: _Optional[_Union[_common_pb2.Layout, _Mapping]] = ..., tokens_in_state: _Optional[int] = ..., next_token: _Optional[int] = ..., sampler_position: _Optional[int] = ..., rows: _Optional[_Iterable[_Union[_common_pb2.Span, _Mapping]]] = ..., source: _Optional[_Union[_common_pb2.Peer, _Mapping]] = ..., source_address: _Optional[str] = ..., fence: _Optional[int] = ..., lease_ms: _Optional[int] = ..., state: _Optional[_Iterable[_Union[StatePart, _Mapping]]] = ..., split: _Optional[_Union[Split, _Mapping]] = ..., held: _Optional[_Union[HeldPrefix, _Mapping]] = ...) -> None: ...
 
 class ReleaseHandoffRequest(_message.Message):
     __slots__ = ("handoff_id", "fence")
