@@ -21,8 +21,10 @@ from cachestore.client import MESSAGE_BYTES_MAX
 from cachestore.index import CacheIndex
 from cachestore.node.core import NodeCore
 from cachestore.node.edge import CacheNodeEdge
-from cachestore.node.intake import ARENA_POOL, Identity, Intake
+from cachestore.node.index_writer import Identity
+from cachestore.node.intake import ARENA_POOL, Intake
 from cachestore.node.metrics import NodeMetrics
+from cachestore.node.tiers import DiskTier
 from cachestore.settings import CacheSettings
 from cachestore.transports import TransportSet
 from cachestore.transports.warm import keep_warm
@@ -36,7 +38,9 @@ from moonrelay.valkey import check_policy, connect
 logger = logging.getLogger(__name__)
 
 SERVICE = cache_pb2.DESCRIPTOR.services_by_name["CacheNode"].full_name
+INDEX_SERVICE = f"{SERVICE}.index"  # health: whether this node reaches Redis
 STOP_GRACE_S = 1.0
+FLUSH_S = 5.0  # for files, once told to stop
 BROKEN_STATUS = 70
 OPTIONS = (
     ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
@@ -94,7 +98,9 @@ class Node:
         self.membership = Membership(redis, settings.cluster)
         self.metrics = NodeMetrics()
         self.arena = Arena(settings.dram_bytes)
-        self.core = NodeCore(settings.dram_bytes, longest_transfer_ms=settings.longest_transfer_ms)
+        self.core = NodeCore(
+            settings.dram_bytes, longest_transfer_ms=settings.longest_transfer_ms, disk_bytes=settings.disk_bytes
+        )
         self._health = health.aio.HealthServicer()
         self._server = grpc.aio.server(options=OPTIONS)
 
@@ -113,7 +119,11 @@ class Node:
             self.core, transports, CacheIndex(self._redis), identity, self.metrics,
             pull_timeout_ms=settings.pull_timeout_ms,
         )  # fmt: skip
-        edge = CacheNodeEdge(self.core, intake, identity, self.metrics, _die)
+        disk = DiskTier(
+            self.core, intake.room, intake.index, lambda offset, length: self.arena.view[offset : offset + length],
+            self.metrics, Path(settings.disk_dir) if settings.disk_dir is not None else None,
+        )  # fmt: skip
+        edge = CacheNodeEdge(self.core, intake, identity, self.metrics, _die, disk)
         address = self._bind(edge)
         metrics_address = self.metrics.serve(settings.metrics_listen)
         await self._server.start()
@@ -123,6 +133,8 @@ class Node:
                 work = (
                     self.membership.run(),
                     edge.run(self.membership),
+                    intake.index.run(self._index_reachable),
+                    disk.run(),
                     keep_warm(transports, self.membership, ("prefill", "decode", "aggregated")),
                 )
                 tasks = [group.create_task(each) for each in work]
@@ -130,13 +142,15 @@ class Node:
                 self._announce(epoch, address, metrics_address)
                 await stopping.wait()
                 self.membership.update(state="draining")
+                await disk.flush(FLUSH_S)
                 for task in tasks:
                     task.cancel()
             await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
             await self.membership.leave()
-            await intake.forget()
+            await intake.index.forget()
         finally:
             await self._server.stop(STOP_GRACE_S)
+            await disk.close()
             await transports.close()
         print(f"{self.instance_id} stopped", flush=True)
 
@@ -162,6 +176,11 @@ class Node:
             peer=transports.peer().SerializeToString(),
             load=Load(free_bytes=stats.free_bytes, capacity_bytes=stats.capacity_bytes),
         )
+
+    async def _index_reachable(self, reachable: bool) -> None:
+        """A node without Redis serves what leases name; a health check by this name tells."""
+        states = health_pb2.HealthCheckResponse
+        await self._health.set(INDEX_SERVICE, states.SERVING if reachable else states.NOT_SERVING)
 
     async def _set_health(self, status: int) -> None:
         for name in ("", SERVICE):

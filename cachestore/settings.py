@@ -9,10 +9,11 @@ import msgspec
 from moonrelay.errors import SettingsError
 
 DRAM_BYTES_MIN = 1 << 20
+DISK_BYTES_MIN = 1 << 20
 
 
 class CacheSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A cache node: blocks and snapshots in this host's memory."""
+    """A cache node: blocks and snapshots in memory and, with --disk-dir and --disk-bytes, in files that survive it."""
 
     redis_url: str
     cluster: str = "local"
@@ -23,6 +24,8 @@ class CacheSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     ready_file: str | None = None
     transport: Literal["auto", "nixl", "tcp"] = "auto"
     dram_bytes: int = 512 << 20  # address space; a page costs memory once it is used
+    disk_dir: str | None = None  # a new, an empty or an earlier node's directory; None: no disk tier
+    disk_bytes: int = 0  # how much the files may take
     pull_timeout_ms: int = 10_000  # the longest a publish may take
     longest_transfer_ms: int = 2_000  # how long a read may go on after its lease expired
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
@@ -30,6 +33,10 @@ class CacheSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     def __post_init__(self) -> None:
         if self.dram_bytes < DRAM_BYTES_MIN:
             raise SettingsError(f"dram_bytes: expected at least {DRAM_BYTES_MIN}, found {self.dram_bytes}")
+        if self.disk_dir is None and self.disk_bytes:
+            raise SettingsError(f"disk_dir: expected a directory for disk_bytes {self.disk_bytes}, found none")
+        if self.disk_dir is not None and self.disk_bytes < DISK_BYTES_MIN:
+            raise SettingsError(f"disk_bytes: expected at least {DISK_BYTES_MIN}, found {self.disk_bytes}")
         for name in ("pull_timeout_ms", "longest_transfer_ms"):
             if getattr(self, name) <= 0:
                 raise SettingsError(f"{name}: expected more than 0, found {getattr(self, name)}")

@@ -82,10 +82,12 @@ class NodeStats:
     quarantined_bytes: int
     num_blocks: int  # that can be leased, from memory or from disk
     num_snapshots: int
-    num_hidden: int  # landing, being promoted or leaving
+    num_hidden: int  # landing or leaving
     num_leases: int
     evicted_blocks: int
     evicted_snapshots: int
+    host_blocks: int = 0  # in memory
+    host_snapshots: int = 0
     disk: DiskStats = DiskStats()
 
 
@@ -97,6 +99,7 @@ class DiskBooks:
         self.retention = Retention()  # entries with a file, or with one being written
         self.used_bytes = 0
         self.deleting_bytes = 0
+        self.to_delete: list[tuple[Key, int]] = []
         self.waiting: OrderedDict[Key, bool] = OrderedDict()  # whether it, or what rests on it, was ever leased
         self._count = {BLOCK: 0, SNAPSHOT: 0}
         self.promoted = self.demoted = self.evicted = 0
@@ -127,6 +130,7 @@ class DiskBooks:
         self._count[entry.offer.key.kind] -= 1
         if exists:
             self.deleting_bytes += entry.file_bytes
+            self.to_delete.append((entry.offer.key, entry.file_bytes))
             self.evicted += 1
         entry.file_bytes, entry.sums = 0, ()
 

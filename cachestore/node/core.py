@@ -106,17 +106,14 @@ class NodeCore(Ledger):
                 self._disk.want(entry.offer.key, used=True)
         return leaving
 
-    def reclaim(self, keys: Iterable[Key]) -> list[Key]:
-        """The index does not name them any more: their memory is free; whose files are to be deleted now."""
-        files = []
+    def reclaim(self, keys: Iterable[Key]) -> None:
+        """The index does not name them any more: their memory is free, their files are to be deleted."""
         for key in keys:
             entry = self._entries.pop(self._in_state(key, State.LEAVING).offer.key)
             self._evicted[key.kind] += 1
             self._pages.free(entry.extents)
             if entry.file_bytes:
                 self._disk.give(entry, kept=False, exists=True)
-                files.append(key)
-        return files
 
     def restore(self, keys: Iterable[Key]) -> None:
         """The index could not be told: the entries stay."""
@@ -129,7 +126,7 @@ class NodeCore(Ledger):
                 self._retention.restore(entry.offer, entry.nbytes)
             else:
                 entry.state = after(entry.state, Event.KEPT_ON_DISK)
-                self._num_on_disk += 1
+                self._on_disk[key.kind] += 1
                 self._disk.retention.restore(entry.offer, entry.file_bytes)
 
     def retire(self, key: Key) -> bool:
@@ -159,11 +156,16 @@ class NodeCore(Ledger):
                 return chain[::-1], used
         return None
 
-    def disk_victims(self, nbytes: int) -> tuple[list[Key], list[Key]]:
-        """What makes `nbytes` of room on disk, or as much as can be had: entries that are nowhere else and LEAVING
-        now, and entries whose files can be deleted at once."""
-        leaving, files, anchored = [], [], []
-        wanted = nbytes - self._disk.free_bytes
+    @property
+    def disk_free_bytes(self) -> int:
+        return self._disk.free_bytes
+
+    def disk_victims(self, nbytes: int) -> list[Key]:
+        """What `Retention` gives up so that `nbytes` are free on disk, or as much as can be had: files of what is in
+        memory too are to be deleted at once, entries that are nowhere else, which are returned, are LEAVING."""
+        leaving: list[Key] = []
+        anchored: list[Stored] = []
+        wanted = nbytes - self._disk.free_bytes - self._disk.deleting_bytes  # what is being deleted is free soon
         while wanted > 0 and (found := self._disk.retention.victims(wanted)):
             for key in found:
                 entry = self._entries[key]
@@ -174,14 +176,13 @@ class NodeCore(Ledger):
                 if entry.state is State.BOTH:
                     entry.state = after(entry.state, Event.DROP_FILE)
                     self._disk.give(entry, kept=False, exists=True)
-                    files.append(key)
                 else:
-                    self._num_on_disk -= 1
+                    self._on_disk[key.kind] -= 1
                     self._withdraw(entry)
                     leaving.append(key)
         for entry in anchored:
             self._disk.retention.restore(entry.offer, entry.file_bytes)
-        return leaving, files
+        return leaving
 
     def begin_write(self, key: Key, file_bytes: int) -> bool:
         """Hold the entry's memory while its file is written; False where it left meanwhile or there is no room."""
@@ -210,8 +211,12 @@ class NodeCore(Ledger):
         if again:
             self._disk.want(key, used=True)
 
+    def take_deletions(self) -> list[tuple[Key, int]]:
+        """Files to delete now, before anything else is written, and their bytes; `deleted` when that is done."""
+        taken, self._disk.to_delete = self._disk.to_delete, []
+        return taken
+
     def deleted(self, file_bytes: int) -> None:
-        """A file that was on its way out is gone."""
         self._disk.deleting_bytes -= file_bytes
 
     def found(self, offer: Offer, sums: Sequence[tuple[int, int]], file_bytes: int) -> bool:
@@ -223,12 +228,12 @@ class NodeCore(Ledger):
         self._disk.take(entry, file_bytes)
         self._disk.retention.show(offer.key)
         self._visible[offer.key.kind] += 1
-        self._num_on_disk += 1
+        self._on_disk[offer.key.kind] += 1
         return True
 
     def on_disk(self, keys: Iterable[Key]) -> list[Key]:
         """Those that must be promoted before they can be leased."""
-        if not self._num_on_disk:
+        if not any(self._on_disk.values()):
             return []
         return [k for k in keys if (entry := self._entries.get(k)) is not None and entry.state in ON_DISK]
 
@@ -254,8 +259,9 @@ class NodeCore(Ledger):
         """Its bytes are in memory and verified."""
         self._bring(self._in_state(key, State.PROMOTING), regions)
         self._disk.retention.unpin(key)
-        self._num_on_disk -= 1
+        self._on_disk[key.kind] -= 1
         self._disk.promoted += 1
+        self._moved.add(key)
 
     def refuse(self, key: Key) -> None:
         """Its file must not be served: the entry is gone, its file to be deleted. The index is told afterwards; what
@@ -264,8 +270,13 @@ class NodeCore(Ledger):
         entry = self._drop(key, State.PROMOTING)
         self._pages.free(entry.extents)
         self._visible[key.kind] -= 1
-        self._num_on_disk -= 1
+        self._on_disk[key.kind] -= 1
         self._disk.give(entry, kept=True, exists=True)
+
+    def take_moved(self) -> set[Key]:
+        """What moved between memory and disk since this was last asked: the index names another tier."""
+        taken, self._moved = self._moved, set()
+        return taken
 
     def hold(self, keys: Iterable[Key]) -> list[Key]:
         """Keep in memory those of `keys` that are there, until `let_go` is given what this returns."""

@@ -15,8 +15,11 @@ from cachestore.entries import BLOCK, SNAPSHOT, Key
 from cachestore.node.books import Stored
 from cachestore.node.chains import Chains
 from cachestore.node.core import NodeCore
-from cachestore.node.intake import ARENA_POOL, ENTRIES_MAX, Identity, Intake
+from cachestore.node.index_writer import Identity
+from cachestore.node.intake import ARENA_POOL, ENTRIES_MAX, Intake
 from cachestore.node.metrics import NodeMetrics
+from cachestore.node.tiers import DiskTier
+from cachestore.spans import mark_disk
 from moonrelay.errors import InvalidRequest, InvariantError, Overloaded, ServeError, StaleEpoch
 from moonrelay.membership import Load, Membership
 from moonrelay.status import grpc_status
@@ -26,7 +29,8 @@ from moonrelay.valkey import raise_if_cancelled
 logger = logging.getLogger(__name__)
 
 TICK_S = 0.25  # expiring leases, load for the heartbeat
-RENEW_S = 5.0  # keeping the index keys alive, and noticing that they vanished
+CHECK_SPACING = 100  # the books are checked for at most a hundredth of the time
+PROMOTE_TIMEOUT_S = 10.0  # of a lease that names no deadline
 T = TypeVar("T")
 
 
@@ -37,14 +41,14 @@ class NotHere(ServeError):
 
 
 class CacheNodeEdge(cache_pb2_grpc.CacheNodeServicer):
-    """The service. Its entries outlive no process: a restarted node is another epoch and starts empty."""
+    """The service. A restarted node is another epoch, and has what its disk has."""
 
     def __init__(
         self, core: NodeCore, intake: Intake, identity: Identity, metrics: NodeMetrics,
-        on_bug: Callable[[BaseException], None],
+        on_bug: Callable[[BaseException], None], disk: DiskTier | None = None,
     ) -> None:  # fmt: skip
         self._core, self._intake, self._identity, self._metrics = core, intake, identity, metrics
-        self._on_bug = on_bug
+        self._on_bug, self._disk = on_bug, disk
         self._chains = Chains(core, ARENA_POOL)
         metrics.watch(core.stats)
 
@@ -52,7 +56,7 @@ class CacheNodeEdge(cache_pb2_grpc.CacheNodeServicer):
         return await self._answer(context, "publish", self._intake.publish(request, context.time_remaining()))
 
     async def Lease(self, request: cache_pb2.LeaseRequest, context: Any) -> cache_pb2.LeaseReply:
-        return await self._answer(context, "lease", self._lease(request))
+        return await self._answer(context, "lease", self._lease(request, context.time_remaining()))
 
     async def Renew(self, request: cache_pb2.RenewRequest, context: Any) -> cache_pb2.RenewReply:
         return await self._answer(context, "lease", self._renew(request))
@@ -62,24 +66,29 @@ class CacheNodeEdge(cache_pb2_grpc.CacheNodeServicer):
         return cache_pb2.ReleaseReply()
 
     async def run(self, membership: Membership) -> None:
-        """Expire leases, keep the index alive, report load; check the books whenever nothing is going on."""
-        was_idle, renew_at_s = False, time.monotonic() + RENEW_S
+        """Expire leases, report load, let the disk see what is new; check the books when nothing is going on."""
+        was_idle, check_at_s = False, 0.0
         while True:
             raise_if_cancelled()
             await asyncio.sleep(TICK_S)
             self._metrics.leases_expired.inc(self._core.expire(_now_ms()))
             stats = self._core.stats()
             membership.update(load=Load(free_bytes=stats.free_bytes, capacity_bytes=stats.capacity_bytes))
+            if self._disk is not None:
+                self._disk.wake()
             idle = not (stats.num_hidden or stats.num_leases or stats.quarantined_bytes)
-            if idle and not was_idle:
+            if idle and not was_idle and (started := time.monotonic()) >= check_at_s:
                 self._core.check()
-            was_idle = idle
-            if time.monotonic() >= renew_at_s:
-                renew_at_s = time.monotonic() + RENEW_S
-                await self._intake.renew_index()
+                check_at_s = time.monotonic() + CHECK_SPACING * (time.monotonic() - started)
+                was_idle = True
+            elif not idle:
+                was_idle = False
 
-    async def _lease(self, request: cache_pb2.LeaseRequest) -> cache_pb2.LeaseReply:
-        """All of the named entries or none. Raises: InvalidRequest, StaleEpoch, NotHere, Overloaded."""
+    async def _lease(self, request: cache_pb2.LeaseRequest, remaining_s: float | None) -> cache_pb2.LeaseReply:
+        """All of the named entries or none; what is on disk only is read into memory first.
+
+        Raises: InvalidRequest, StaleEpoch, NotHere, Overloaded, DeadlineExceeded, Unavailable.
+        """
         for ended in request.ended:
             self._core.release(ended.lease_id, ended.fence)
         if request.node_epoch != self._identity.epoch:
@@ -87,9 +96,11 @@ class CacheNodeEdge(cache_pb2_grpc.CacheNodeServicer):
         if not 0 < request.ttl_ms <= LEASE_TTL_MS_MAX:
             raise InvalidRequest(f"expected 1 to {LEASE_TTL_MS_MAX} ms, found {request.ttl_ms}", param="ttl_ms")
         named = self._named(request)
-        waiting = [entry.offer.key for entry, packed in named if not packed]
-        if waiting:
-            raise NotHere("an entry is on disk only")
+        from_disk = [number for number, (_, packed) in enumerate(named) if not packed]
+        if from_disk and self._disk is not None:
+            wait_s = min(remaining_s or PROMOTE_TIMEOUT_S, PROMOTE_TIMEOUT_S)
+            await self._disk.ensure([entry.offer.key for entry, _ in named], time.monotonic() + wait_s)
+            named = self._named(request)
         # What rests on a chain's deepest block cannot leave before it: holding that one holds all.
         ends = [Key(request.root, BLOCK, chain.last) for chain in request.chains]
         ends += [Key(request.root, SNAPSHOT, request.snapshot)] * bool(request.snapshot)
@@ -99,9 +110,10 @@ class CacheNodeEdge(cache_pb2_grpc.CacheNodeServicer):
         if isinstance(lease, Key):
             raise NotHere(f"a {lease.kind} is not here")
         self._metrics.leases_granted.inc()
-        return cache_pb2.LeaseReply(
-            lease_id=lease.id, fence=lease.fence, ttl_ms=lease.ttl_ms, spans=b"".join(packed for _, packed in named)
-        )
+        spans = b"".join(packed for _, packed in named)
+        if from_disk:
+            spans = mark_disk(spans, from_disk)
+        return cache_pb2.LeaseReply(lease_id=lease.id, fence=lease.fence, ttl_ms=lease.ttl_ms, spans=spans)
 
     def _named(self, request: cache_pb2.LeaseRequest) -> list[tuple[Stored, bytes]]:
         """Every entry that a lease names, with its packed spans; none where it is on disk only.

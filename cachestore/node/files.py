@@ -22,7 +22,6 @@ from pathlib import Path
 
 import xxhash
 
-from cachestore.checksum import checksum
 from cachestore.node.file_form import (
     FIXED,
     HEADER_BYTES_MAX,
@@ -132,8 +131,8 @@ class EntryFiles:
             raise DiskFault(f"writing {path}: {error.strerror}") from None
         return file_bytes(header)
 
-    def read(self, header: Header, into: Sequence[memoryview]) -> None:
-        """Bring the body of the entry that `header` describes into `into`, whose lengths are the regions'.
+    def read(self, header: Header, into: Sequence[Sequence[memoryview]]) -> None:
+        """Bring the body of the entry that `header` describes into `into`: for each region, the pieces it goes to.
 
         The file's own header must be the same. Raises: RefusedFile; `into` then holds anything.
         """
@@ -141,9 +140,12 @@ class EntryFiles:
         with _opened(path) as fd:
             if _header_of(fd) != header:
                 raise RefusedFile(f"{path}: holds another entry than was written", reason="altered")
-            _read_all(fd, list(into), body_offset(header), str(path))
-        for (_, expected), view in zip(header.regions, into, strict=True):
-            if checksum(view) != expected:
+            _read_all(fd, [piece for pieces in into for piece in pieces], body_offset(header), str(path))
+        for (_, expected), pieces in zip(header.regions, into, strict=True):
+            running = xxhash.xxh3_64()
+            for piece in pieces:
+                running.update(piece)
+            if running.intdigest() != expected:
                 raise RefusedFile(f"{path}: its bytes differ from their checksum", reason="altered")
 
     def remove(self, root: bytes, kind: str, prefix_hash: bytes) -> None:

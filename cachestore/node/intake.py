@@ -5,21 +5,19 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import defaultdict
-from collections.abc import Awaitable, Sequence
-from dataclasses import dataclass
-from typing import TypeVar
+from collections.abc import Sequence
 
 from cachestore.checksum import checksum
 from cachestore.entries import BLOCK, SNAPSHOT, Key, Offer
 from cachestore.index import CacheIndex
-from cachestore.lookup import Kind, Tier
+from cachestore.lookup import Kind
 from cachestore.node.books import Admission, Region
 from cachestore.node.core import NodeCore
+from cachestore.node.index_writer import Identity, IndexWriter
 from cachestore.node.metrics import NodeMetrics
-from cachestore.node.naming import index_entries
+from cachestore.node.room import Room
 from cachestore.transports import Read, ReadHandle, Slice, TransportSet
-from moonrelay.errors import DeadlineExceeded, InvalidRequest, Overloaded, RequestTooLarge, Unavailable
+from moonrelay.errors import DeadlineExceeded, InvalidRequest, Overloaded, Unavailable
 from moonrelay.prefix import HASH_BYTES
 from moonrelay.stubs.v1 import cache_pb2, common_pb2
 from moonrelay.valkey import FAILURES
@@ -30,34 +28,22 @@ ARENA_POOL = 0
 ENTRIES_MAX = 65_536  # of one publish or lease
 PULLS_MAX = 4  # publishes pulling at once
 PULLS_WAITING_MAX = 64
-ROOM_TRIES = 3  # another publish may take the room that was just made
-INDEX_TIMEOUT_S = 2.0
 _KIND: dict[int, Kind] = {cache_pb2.ENTRY_KIND_BLOCK: "block", cache_pb2.ENTRY_KIND_SNAPSHOT: "snapshot"}
-T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Identity:
-    """This life of this node, as the index names it."""
-
-    instance_id: str
-    epoch: int
 
 
 class Intake:
-    """Publishing into the node's core, and the index entries of what it holds."""
+    """Publishing into the node's core."""
 
     def __init__(
         self, core: NodeCore, transports: TransportSet, index: CacheIndex, identity: Identity, metrics: NodeMetrics,
         *, pull_timeout_ms: int,
     ) -> None:  # fmt: skip
-        self._core, self._transports, self._index = core, transports, index
-        self._identity, self._metrics = identity, metrics
+        self._core, self._transports, self._metrics = core, transports, metrics
+        self.index = IndexWriter(core, index, identity, metrics)
+        self.room = Room(core, self.index)
         self._pull_timeout_s = pull_timeout_ms / 1000
         self._pulls = asyncio.Semaphore(PULLS_MAX)
         self._num_waiting = 0
-        # Writing and withdrawing take turns: an entry on its way out must not be written after it was withdrawn.
-        self._indexing = asyncio.Lock()
 
     async def publish(self, request: cache_pb2.PublishRequest, remaining_s: float | None) -> cache_pb2.PublishReply:
         """Admit, pull and verify, commit, index: in that order. Raises: ServeError; then nothing new is visible."""
@@ -74,7 +60,8 @@ class Intake:
         finally:
             self._num_waiting -= 1
         try:
-            await self._make_room(offers)
+            protect = [key for offer in offers for key in (offer.key, offer.parent) if key is not None]
+            await self.room.make(lambda: self._core.missing_bytes(offers), protect)
             admission = self._core.admit(offers)
             if admission.new:
                 entries = {offer.key: entry for offer, entry in zip(offers, request.entries, strict=True)}
@@ -85,7 +72,7 @@ class Intake:
         self._core.touch(visible)
         try:
             # Known entries too: the index may have lost them.
-            await self._write_index(request.root, visible)
+            await self.index.write(visible)
         except FAILURES as error:
             raise Unavailable(f"the index cannot be written: {error}") from None
         return self._reply(admission)
@@ -100,34 +87,6 @@ class Intake:
         for outcome, count in counts.items():
             self._metrics.published.labels(outcome).inc(count)
         return cache_pb2.PublishReply(**counts)
-
-    async def _make_room(self, offers: Sequence[Offer]) -> None:
-        """Evict the least recently used for what is new; memory is free only once the index was told."""
-        protect = [key for offer in offers for key in (offer.key, offer.parent) if key is not None]
-        for _ in range(ROOM_TRIES):
-            missing = self._core.missing_bytes(offers)
-            stats = self._core.stats()
-            if missing > stats.capacity_bytes - stats.free_bytes:
-                raise RequestTooLarge(f"the offer needs {missing} bytes more than this node has")
-            victims = self._core.victims(missing, _now_ms(), protect) if missing else []
-            if not victims:
-                return  # enough room, or nothing more to be had: admission refuses what does not fit
-            await self._evict(victims)
-
-    async def _evict(self, victims: Sequence[Key]) -> None:
-        by_root: dict[bytes, list[Key]] = defaultdict(list)
-        for key in victims:
-            by_root[key.root].append(key)
-        try:
-            for root in list(by_root):
-                names = [(_kind(key), key.prefix_hash) for key in by_root[root]]
-                async with self._indexing:
-                    await _limited(self._index.remove(root, self._identity, names))
-                self._core.reclaim(by_root.pop(root))
-        except FAILURES as error:
-            raise Unavailable(f"nothing can be evicted while the index is away: {error}") from None
-        finally:
-            self._core.restore([key for keys in by_root.values() for key in keys])
 
     async def _pull(
         self, source: common_pb2.Peer, new: Sequence[tuple[Key, cache_pb2.Entry]], deadline_s: float
@@ -176,39 +135,6 @@ class Intake:
                 regions.append(Region(part.offset, part.length, found))
         return regions
 
-    async def _write_index(self, root: bytes, keys: Sequence[Key]) -> None:
-        """Write those of `keys` that are still here."""
-        async with self._indexing:
-            entries = index_entries(keys, self._held)
-            if entries:
-                await _limited(self._index.write(root, self._identity, entries))
-
-    def _held(self, key: Key) -> tuple[Offer, Tier] | None:
-        return (self._core._entries[key].offer, "host") if self._core.regions(key) else None
-
-    async def forget(self) -> None:
-        """Withdraw every entry: this node is leaving. What Redis does not hear expires by itself."""
-        try:
-            for root in {key.root for key in self._core.visible()}:
-                await _limited(self._index.forget(root, self._identity))
-        except FAILURES as error:
-            logger.warning("index not told of leaving", extra={"reason": str(error)})
-
-    async def renew_index(self) -> None:
-        """Extend the keys' lives; a root whose keys have vanished (a flush, a lost Redis) is written again."""
-        held: dict[bytes, dict[Key, tuple[Region, ...]]] = defaultdict(dict)
-        for key, regions in self._core.visible().items():
-            held[key.root][key] = regions
-        try:
-            for root, entries in held.items():
-                there = await _limited(self._index.renew(root, self._identity))
-                if {key.kind for key in entries} - there:
-                    self._metrics.index_lost.inc()
-                    logger.warning("index entries had vanished, writing them again", extra={"entries": len(entries)})
-                    await self._write_index(root, list(entries))
-        except FAILURES as error:
-            logger.warning("index not renewed", extra={"reason": str(error)})
-
 
 def read_offers(request: cache_pb2.PublishRequest) -> list[Offer]:
     """The request's entries, checked. Raises: InvalidRequest."""
@@ -255,16 +181,3 @@ def _reads(entry: cache_pb2.Entry, room: list[Slice]) -> list[Read]:
             left -= taken
         reads.append(Read(span, tuple(into)))
     return reads
-
-
-def _kind(key: Key) -> Kind:
-    return "snapshot" if key.kind == SNAPSHOT else "block"
-
-
-def _now_ms() -> int:
-    return int(time.monotonic() * 1000)
-
-
-async def _limited(call: Awaitable[T]) -> T:
-    async with asyncio.timeout(INDEX_TIMEOUT_S):
-        return await call

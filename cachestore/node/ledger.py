@@ -27,7 +27,8 @@ class Ledger:
         self._quarantine: dict[int, tuple[Extent, ...]] = {}
         self._visible = {BLOCK: 0, SNAPSHOT: 0}
         self._evicted = {BLOCK: 0, SNAPSHOT: 0}
-        self._num_on_disk = 0  # only there
+        self._on_disk = {BLOCK: 0, SNAPSHOT: 0}  # only there
+        self._moved: set[Key] = set()  # between memory and disk, and nobody has asked yet
         self._resting: Counter[Key] = Counter()  # entries on a key, itself here or not; LEAVING ones not
 
     def entry(self, key: Key) -> Stored | None:
@@ -58,6 +59,8 @@ class Ledger:
             num_leases=len(self._leases),
             evicted_blocks=self._evicted[BLOCK],
             evicted_snapshots=self._evicted[SNAPSHOT],
+            host_blocks=self._visible[BLOCK] - self._on_disk[BLOCK],
+            host_snapshots=self._visible[SNAPSHOT] - self._on_disk[SNAPSHOT],
             disk=self._disk.stats(),
         )
 
@@ -76,7 +79,8 @@ class Ledger:
         staying = [entry.offer.parent for _, entry in entries if entry.state is not State.LEAVING]
         if self._resting != Counter(parent for parent in staying if parent is not None):
             raise InvariantError("what rests on what is miscounted")
-        if self._num_on_disk != sum(entry.state in ON_DISK for _, entry in entries):
+        only_there = Counter(key.kind for key, entry in entries if entry.state in ON_DISK)
+        if any(only_there[kind] != count for kind, count in self._on_disk.items()):
             raise InvariantError("entries that are only on disk miscounted")
         self._retention.check(
             here={key for key, entry in entries if entry.extents and entry.state is not State.LEAVING},
@@ -97,8 +101,9 @@ class Ledger:
         entry.state = after(entry.state, Event.DROP_MEMORY)
         self._pages.free(entry.extents)
         entry.extents, entry.regions = (), ()
-        self._num_on_disk += 1
+        self._on_disk[entry.offer.key.kind] += 1
         self._disk.demoted += 1
+        self._moved.add(entry.offer.key)
 
     def _rest(self, offer: Offer, by: int) -> None:
         if offer.parent is not None:

@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Final
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, start_http_server
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from cachestore.node.books import NodeStats
+from cachestore.node.files import ScanCounts
 from moonrelay.errors import SettingsError
 
 SECONDS: Final = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5)
 OUTCOMES: Final = ("stored", "already_there", "in_progress", "refused")
+DISK_STATES: Final = ("off", "unavailable", "recovering", "ready")
 TRANSPORTS: Final = ("nixl", "tcp", "memory")
 
 
@@ -26,16 +28,24 @@ class NodeMetrics:
             name: self._counter(f"{name}_pulled_bytes", f"Bytes pulled from publishers over {name}")
             for name in TRANSPORTS
         }
-        self.pull_seconds = Histogram(
-            "moonrelay_cache_pull_seconds",
-            "Pulling and verifying one publish",
-            buckets=SECONDS,
-            registry=self.registry,
-        )
+        self.pull_seconds = self._seconds("pull_seconds", "Pulling and verifying one publish")
         self.leases_granted = self._counter("leases_granted", "Leases given")
         self.leases_refused = self._counter("leases_refused", "Leases not given, by why", "reason")
         self.leases_expired = self._counter("leases_expired", "Leases that nobody gave back in time")
         self.index_lost = self._counter("index_rewrites", "Roots whose entries had vanished from Redis")
+        self.index_up = self._gauge("index_up", "1: the index answers. 0: serving what leases name, nothing is found")
+        self.index_up.set(1)
+        self.index_untold = self._gauge("index_untold_entries", "Changes that the index could not be told yet")
+        self.written_bytes = self._counter("disk_written_bytes", "Bytes of files written")
+        self.promoted_bytes = self._counter("disk_promoted_bytes", "Bytes brought from disk into memory")
+        self.promote_seconds = self._seconds("disk_promote_seconds", "Reading and verifying what one lease wants")
+        self.not_written = self._counter("disk_not_worth_it", "Not written: the disk is full, nobody asked for it")
+        self.disk_errors = self._counter("disk_errors", "Writes and deletions that failed, by why", "reason")
+        self.refused_files = self._counter("disk_refused_entries", "Not served since a checksum differs", "reason")
+        for reason in ("torn", "altered", "unreadable", "memory"):
+            self.refused_files.labels(reason)
+        for reason in ("full", "failed"):
+            self.disk_errors.labels(reason)
         for outcome in OUTCOMES:
             self.published.labels(outcome)
 
@@ -51,6 +61,16 @@ class NodeMetrics:
         except (OSError, ValueError) as error:
             raise SettingsError(f"metrics_listen {listen}: {error}") from None
         return f"{host}:{server.server_port}"
+
+    def watch_disk(self, disk: Callable[[], tuple[str, ScanCounts]]) -> None:
+        """Show the disk tier's state and what its start found."""
+        self.registry.register(_Disk(disk))
+
+    def _gauge(self, name: str, help_text: str) -> Gauge:
+        return Gauge(f"moonrelay_cache_{name}", help_text, registry=self.registry)
+
+    def _seconds(self, name: str, help_text: str) -> Histogram:
+        return Histogram(f"moonrelay_cache_{name}", help_text, buckets=SECONDS, registry=self.registry)
 
     def _counter(self, name: str, help_text: str, *labels: str) -> Counter:
         return Counter(f"moonrelay_cache_{name}", help_text, labels, registry=self.registry)
@@ -76,3 +96,51 @@ class _Books(Collector):
         yield CounterMetricFamily(
             "moonrelay_cache_evicted_snapshots", "Snapshots evicted", value=now.evicted_snapshots
         )
+        yield from _tiers(now)
+
+
+def _tiers(now: NodeStats) -> Iterator[GaugeMetricFamily | CounterMetricFamily]:
+    disk = now.disk
+    gauges = {
+        "tier_capacity_bytes": ("Room of a tier", now.capacity_bytes, disk.capacity_bytes),
+        "tier_used_bytes": ("Of a tier, by whatever", now.capacity_bytes - now.free_bytes, disk.used_bytes),
+        "tier_blocks": ("Blocks in a tier; one may be in both", now.host_blocks, disk.num_blocks),
+        "tier_snapshots": ("Snapshots in a tier; one may be in both", now.host_snapshots, disk.num_snapshots),
+    }
+    for name, (about, host_value, disk_value) in gauges.items():
+        family = GaugeMetricFamily(f"moonrelay_cache_{name}", about, labels=["tier"])
+        family.add_metric(["host"], host_value)
+        family.add_metric(["disk"], disk_value)
+        yield family
+    for name, value, about in (
+        ("disk_deleting_bytes", disk.deleting_bytes, "Files on their way out"),
+        ("disk_waiting_entries", disk.num_waiting, "Entries that are to be written"),
+    ):
+        yield GaugeMetricFamily(f"moonrelay_cache_{name}", about, value=value)
+    for name, value, about in (
+        ("promotions", disk.promoted, "Entries brought from disk into memory"),
+        ("demotions", disk.demoted, "Entries that left memory and stayed on disk"),
+        ("disk_evictions", disk.evicted, "Files deleted to make room, or since they were bad"),
+    ):
+        yield CounterMetricFamily(f"moonrelay_cache_{name}", about, value=value)
+
+
+class _Disk(Collector):
+    def __init__(self, disk: Callable[[], tuple[str, ScanCounts]]) -> None:
+        self._disk = disk
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        state, counts = self._disk()
+        family = GaugeMetricFamily("moonrelay_cache_disk_state", "1 for the disk tier's state", labels=["state"])
+        for each in DISK_STATES:
+            family.add_metric([each], each == state)
+        yield family
+        for name, value, about in (
+            ("files", counts.files, "Files that were there at the start"),
+            ("seen", counts.seen, "Of these, looked at so far"),
+            ("kept", counts.kept, "Entries from before"),
+            ("refused", counts.refused, "Torn or altered files, deleted at the start"),
+            ("unfinished", counts.unfinished, "Files that a crash left unfinished, deleted at the start"),
+            ("foreign", counts.foreign, "Files in the directory that are not of our making"),
+        ):
+            yield GaugeMetricFamily(f"moonrelay_cache_disk_recovery_{name}", about, value=value)

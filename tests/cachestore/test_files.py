@@ -48,7 +48,7 @@ def written(files: EntryFiles, header: Header, body: tuple[bytes, ...] = BODY) -
 
 def brought(files: EntryFiles, header: Header) -> tuple[bytes, ...]:
     into = [bytearray(length) for length, _ in header.regions]
-    files.read(header, [memoryview(part) for part in into])
+    files.read(header, [[memoryview(part)[:7], memoryview(part)[7:]] for part in into])
     return tuple(bytes(part) for part in into)
 
 

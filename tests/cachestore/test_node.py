@@ -261,12 +261,12 @@ def test_without_redis_nothing_is_stored_evicted_or_lost_and_a_flush_heals(tmp_p
 
             await worker.index._redis.flushall()
             assert (await worker.match(mine)).lost == (("cold", 4 * 64), ("remainder", 1))
-            await world.node.intake.renew_index()
+            await world.node.intake.index.renew()
             assert (await worker.match(mine)).tokens == 4 * 64
             await worker.index._redis.flushall()
             assert (await worker.publish(world.member, mine, range(4), (4,))).already_there == 5
             assert (await worker.match(mine)).tokens == 4 * 64
-            await world.node.intake.forget()
+            await world.node.intake.index.forget()
             assert (await worker.match(mine)).tokens == 0
 
     try:

@@ -89,13 +89,15 @@ def test_a_full_disk_gives_up_its_least_used_files_from_the_deep_end() -> None:
     assert len(write_all(core)) == 3
     core.victims(PAGE_BYTES, now_ms=0)  # the end of chain 1 is on disk only
     assert core.entry(block(1, 1).key).state is State.DISK
-    leaving, files = core.disk_victims(2 * FILE_BYTES)
-    assert (leaving, files) == ([block(1, 1).key], [block(1, 0).key])
+    leaving = core.disk_victims(2 * FILE_BYTES)
+    assert leaving == [block(1, 1).key]
+    assert core.take_deletions() == [(block(1, 0).key, FILE_BYTES)] and core.take_deletions() == []
     assert core.stats().disk.deleting_bytes == FILE_BYTES
     core.restore(leaving)  # the index could not be told
     assert core.entry(block(1, 1).key).state is State.DISK
-    assert core.disk_victims(2 * FILE_BYTES)[0] == leaving
-    assert core.reclaim(leaving) == leaving  # now its file is to be deleted
+    assert core.disk_victims(2 * FILE_BYTES) == leaving and core.take_deletions() == []
+    core.reclaim(leaving)
+    assert core.take_deletions() == [(leaving[0], FILE_BYTES)]
     core.check()
     assert not core.begin_write(block(1, 0).key, 2 * FILE_BYTES)  # room is there only once files are gone
     core.deleted(2 * FILE_BYTES)
@@ -114,7 +116,7 @@ def test_files_of_an_earlier_life_are_entries_at_once_and_bad_ones_are_gone_at_o
     core.check()
     assert set(core.visible()) == {offers[1].key} and core.stats().disk.deleting_bytes == FILE_BYTES
     assert core.stats().free_bytes == 3 * PAGE_BYTES  # the other one's is taken
-    assert core.disk_victims(8 * FILE_BYTES) == ([], [])  # a file that is being read stays
+    assert core.disk_victims(8 * FILE_BYTES) == []  # a file that is being read stays
 
 
 def test_the_table_is_what_the_books_do() -> None:
@@ -141,6 +143,7 @@ class TierMachine(RuleBasedStateMachine):
         self.writing: list[Key] = []
         self.promoting: list[Key] = []
         self.jobs: deque[tuple[str, Key]] = deque()
+        self.sizes: deque[int] = deque()
         self.files: set[Key] = set()
 
     def fresh(self, keys) -> None:
@@ -195,7 +198,7 @@ class TierMachine(RuleBasedStateMachine):
     @rule(told=st.booleans())
     def index_answers(self, told: bool) -> None:
         if told:
-            self.jobs += [("delete", key) for key in self.core.reclaim(self.leaving)]
+            self.core.reclaim(self.leaving)
         else:
             self.core.restore(self.leaving)
         self.leaving = []
@@ -205,11 +208,16 @@ class TierMachine(RuleBasedStateMachine):
         following = self.core.next_writes()
         if following is None:
             return
-        leaving, files = self.core.disk_victims(pages * PAGE_BYTES)
-        self.goes(leaving)
-        self.jobs += [("delete", key) for key in files]
+        self.goes(self.core.disk_victims(pages * PAGE_BYTES))
+        self.delete()
         if self.core.begin_write(following[0][0], pages * PAGE_BYTES):
             self.jobs.append(("write", following[0][0]))
+
+    @rule()
+    def delete(self) -> None:
+        for key, nbytes in self.core.take_deletions():
+            self.jobs.append(("delete", key))
+            self.sizes.append(nbytes)
 
     @precondition(lambda self: self.jobs)
     @rule(good=st.booleans())
@@ -217,8 +225,7 @@ class TierMachine(RuleBasedStateMachine):
         what, key = self.jobs.popleft()
         if what == "delete":
             self.files.discard(key)
-            if not any(w == "delete" for w, _ in self.jobs):
-                self.core.deleted(self.core.stats().disk.deleting_bytes)
+            self.core.deleted(self.sizes.popleft())
         elif good:
             self.files.add(key)
             self.core.written(key)
@@ -244,7 +251,6 @@ class TierMachine(RuleBasedStateMachine):
                 commit_promoted(self.core, key, entry.offer)
             else:
                 self.core.refuse(key)
-                self.jobs.append(("delete", key))
         self.promoting = []
 
     @rule(passed_ms=st.integers(0, 4_000))

@@ -1,0 +1,363 @@
+"""The node's disk tier at work: files are found at the start, written behind the requests, read for leases.
+
+Loop thread only; what blocks runs in threads of its own, one that writes and deletes, in order, and a few that read.
+Whatever goes wrong with the disk is said, counted, and costs hits only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Literal, TypeVar
+
+from cachestore.entries import BLOCK, Key, Offer
+from cachestore.node.books import Region, Stored
+from cachestore.node.core import NodeCore
+from cachestore.node.file_form import HEADER_BYTES_MAX, Header, RefusedFile, encode_header, file_bytes
+from cachestore.node.files import BytesChanged, DiskFault, DiskFull, DiskUnavailable, EntryFiles, Found, ScanCounts
+from cachestore.node.index_writer import IndexWriter
+from cachestore.node.metrics import NodeMetrics
+from cachestore.node.promotion import bring
+from cachestore.node.room import Room
+from cachestore.node.states import WITH_FILE, State
+from moonrelay.errors import DeadlineExceeded, Overloaded, ServeError, Unavailable
+from moonrelay.valkey import FAILURES
+
+logger = logging.getLogger(__name__)
+
+READERS = 4  # an NVMe device needs several requests at once
+PROMOTIONS_WAITING_MAX = 64  # leases that wait for the disk
+PROMOTE_TRIES = 3  # what came into memory may leave again while the rest is read
+SCAN_BATCH = 128
+OPEN_AGAIN_S = 5.0  # another process may let go of the directory
+PAUSE_S = 10.0  # of writing, after the disk was full or failed
+DiskState = Literal["off", "unavailable", "recovering", "ready"]
+T = TypeVar("T")
+
+
+@dataclass(slots=True)
+class Pace:
+    """How long the tier waits; tests wait less."""
+
+    open_again_s: float = OPEN_AGAIN_S
+    pause_s: float = PAUSE_S
+
+
+class DiskTier:
+    """`view` gives arena memory by offset and length. Without a directory, nothing here does anything."""
+
+    def __init__(
+        self, core: NodeCore, room: Room, index: IndexWriter, view: Callable[[int, int], memoryview],
+        metrics: NodeMetrics, directory: Path | None, pace: Pace | None = None,
+    ) -> None:  # fmt: skip
+        self._core, self._room, self._index, self._metrics = core, room, index, metrics
+        self._view, self._directory, self._pace = view, directory, pace or Pace()
+        self._files: EntryFiles | None = None
+        self._writer = ThreadPoolExecutor(1, "disk-writer")
+        self._readers = ThreadPoolExecutor(READERS, "disk-reader")
+        self._promoting: dict[Key, asyncio.Task[None]] = {}
+        self._num_waiting = 0
+        self._wake, self._written_out = asyncio.Event(), asyncio.Event()
+        self._counts = ScanCounts()
+        self.state: DiskState = "off" if directory is None else "unavailable"
+        self.why = ""
+        metrics.watch_disk(lambda: (self.state, self._counts))
+
+    async def run(self) -> None:
+        """Take the directory, find what is there, then write what is new, for as long as this runs."""
+        if self._directory is None:
+            return
+        self._files = await self._open(self._directory)
+        self.state = "recovering"
+        await self._recover(self._files)
+        self.state = "ready"
+        logger.info("disk tier ready", extra=_fields(self._counts))
+        while True:
+            await self._wake.wait()
+            self._wake.clear()
+            while (following := self._core.next_writes()) is not None:
+                chain, used = following
+                for key in chain:
+                    if not await self._write(self._files, key, used):
+                        break
+            self._written_out.set()
+
+    def wake(self) -> None:
+        """There may be something to write."""
+        self._wake.set()
+
+    async def flush(self, timeout_s: float) -> None:
+        """Write out what is waiting, as far as time allows: this process is about to end."""
+        if self.state != "ready":
+            return
+        self._written_out.clear()
+        self.wake()
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._written_out.wait()
+        except TimeoutError:
+            logger.warning("not all was written to disk", extra={"entries": self._core.stats().disk.num_waiting})
+
+    async def close(self) -> None:
+        """Once `run` has ended: wait for the threads, let go of the directory."""
+        for task in set(self._promoting.values()):
+            task.cancel()
+        for threads in (self._writer, self._readers):
+            await asyncio.to_thread(threads.shutdown, cancel_futures=True)
+        if self._files is not None:
+            self._files.close()
+
+    # Reading.
+
+    async def ensure(self, keys: Sequence[Key], deadline_s: float) -> list[Key]:
+        """Bring those of `keys` that are on disk only into memory; they are there when this returns, and stay until
+        the loop's next turn. Which they were. What a file does not give is not here any more afterwards.
+
+        Raises: Overloaded, DeadlineExceeded, RequestTooLarge, Unavailable; what was begun goes on beside the caller.
+        """
+        asked = self._core.on_disk(keys)
+        if not asked:
+            return []
+        if self._num_waiting >= PROMOTIONS_WAITING_MAX:
+            raise Overloaded(f"{PROMOTIONS_WAITING_MAX} leases are waiting for the disk")
+        self._num_waiting += 1
+        held = self._core.hold(keys)
+        try:
+            async with asyncio.timeout(deadline_s - time.monotonic()):
+                missing = asked
+                for _ in range(PROMOTE_TRIES):
+                    await self._bring(missing, keys)
+                    held += self._core.hold(missing)
+                    missing = self._core.on_disk(keys)
+                    if not missing:
+                        return asked
+            raise Overloaded("memory is too small for all that is wanted from disk")
+        except TimeoutError:
+            raise DeadlineExceeded("reading from disk took longer than the lease may wait") from None
+        finally:
+            self._num_waiting -= 1
+            self._core.let_go(held)
+
+    async def _bring(self, missing: Sequence[Key], keys: Sequence[Key]) -> None:
+        """Wait until every one of `missing` was read, by this or an earlier call's reading. Raises: ServeError."""
+        fresh = [key for key in missing if key not in self._promoting]
+        if fresh:
+            task = asyncio.get_running_loop().create_task(self._promote(fresh, keys))  # outlives an impatient lease
+            for key in fresh:
+                self._promoting[key] = task
+            task.add_done_callback(lambda _: [self._promoting.pop(key) for key in fresh])
+        tasks = {self._promoting[key] for key in missing}
+        await asyncio.wait(tasks)
+        for task in tasks:
+            if not task.cancelled() and (error := task.exception()) is not None:
+                raise error
+
+    async def _promote(self, wanted: Sequence[Key], protect: Sequence[Key]) -> None:
+        """Raises: ServeError where there is no room."""
+        files = self._files
+        if files is None:
+            raise Unavailable("the disk is not open")
+
+        def still() -> list[Key]:
+            return [k for k in wanted if (e := self._core.entry(k)) is not None and e.state is State.DISK]
+
+        await self._room.make(lambda: self._core.promotion_bytes(still()), protect)
+        keys = still()
+        if not self._core.begin_promote(keys):
+            raise Overloaded("memory is leased or too small")
+        jobs = [(header_of(entry), entry.extents) for k in keys if (entry := self._core.entry(k)) is not None]
+        started = time.monotonic()
+        loop = asyncio.get_running_loop()
+        parts = [range(i, len(jobs), READERS) for i in range(min(READERS, len(jobs)))]
+        readings = [
+            loop.run_in_executor(self._readers, bring, files, [jobs[i] for i in part], self._view) for part in parts
+        ]
+        results: dict[Key, list[Region] | RefusedFile] = {}
+        for part, reading in zip(parts, readings, strict=True):
+            for i, result in zip(part, await reading, strict=True):
+                results[keys[i]] = result
+        self._settle(keys, results)
+        self._metrics.promote_seconds.observe(time.monotonic() - started)
+
+    def _settle(self, keys: Sequence[Key], results: dict[Key, list[Region] | RefusedFile]) -> None:
+        refused: list[Key] = []
+        for key in keys:
+            result = results[key]
+            if isinstance(result, RefusedFile):
+                logger.warning("a file was refused", extra={"reason": result.reason, "detail": str(result)})
+                self._metrics.refused_files.labels(result.reason).inc()
+                self._core.refuse(key)
+                refused.append(key)
+            else:
+                self._metrics.promoted_bytes.inc(sum(r.length for r in result))
+                self._core.promoted(key, result)
+        self._delete()
+        if refused:
+            self._index.note([*refused, *self._core.resting_on(refused)])
+        self._index.note(self._core.take_moved())
+
+    # Writing.
+
+    async def _write(self, files: EntryFiles, key: Key, used: bool) -> bool:
+        """Write an entry's file, if it is worth it: when the disk is full, only what was used at least once."""
+        entry = self._core.entry(key)
+        if entry is None or entry.state is not State.HOST:
+            return False
+        header = header_of(entry)
+        nbytes = file_bytes(header)
+        if (nbytes > self._core.disk_free_bytes and not used) or len(encode_header(header)) > HEADER_BYTES_MAX:
+            self._metrics.not_written.inc()
+            return False
+        try:
+            await self._make_room(nbytes)
+        except ServeError as error:
+            logger.warning("no room is made on disk", extra={"reason": str(error)})
+        if not self._core.begin_write(key, nbytes):
+            return False
+        body = [self._view(region.offset, region.length) for region in entry.regions]
+        try:
+            await self._in_writer(files.write, header, body)
+        except (DiskFull, DiskFault) as error:
+            self._core.unwritten(key, again=isinstance(error, DiskFull))
+            reason = "full" if isinstance(error, DiskFull) else "failed"
+            self._metrics.disk_errors.labels(reason).inc()
+            logger.warning("disk not written, pausing", extra={"reason": str(error), "seconds": self._pace.pause_s})
+            await asyncio.sleep(self._pace.pause_s)
+            return False
+        except BytesChanged as error:
+            self._core.unwritten(key, again=False)
+            await self._retire(key, error)
+            return False
+        self._core.written(key)
+        self._metrics.written_bytes.inc(nbytes)
+        return True
+
+    async def _retire(self, key: Key, error: BytesChanged) -> None:
+        """An entry whose memory went bad goes, unless somebody reads it: the reader's checksum refuses it too."""
+        self._metrics.refused_files.labels("memory").inc()
+        logger.error("an entry's memory does not have its checksum", extra={"kind": key.kind, "reason": str(error)})
+        if self._core.retire(key):
+            try:
+                await self._index.withdraw([key])
+            except Unavailable as away:
+                logger.warning("kept although it is bad", extra={"reason": str(away)})
+
+    async def _make_room(self, nbytes: int) -> None:
+        """Let go of files until `nbytes` are free, as far as that can be had. Raises: Unavailable."""
+        if nbytes <= self._core.disk_free_bytes or nbytes > self._core.stats().disk.capacity_bytes:
+            return
+        leaving = self._core.disk_victims(nbytes)
+        try:
+            await self._index.withdraw(leaving)
+        finally:
+            deleting = self._delete()
+        if deleting is not None:
+            await deleting
+
+    def _delete(self) -> asyncio.Future[None] | None:
+        """Have the files that are to go deleted, before whatever is written next."""
+        taken = self._core.take_deletions()
+        files = self._files
+        if not taken or files is None:
+            return None
+
+        def delete() -> None:
+            for key, _ in taken:
+                files.remove(key.root, key.kind, key.prefix_hash)
+
+        def done(job: asyncio.Future[None]) -> None:
+            self._core.deleted(sum(nbytes for _, nbytes in taken))
+            if not job.cancelled() and (error := job.exception()) is not None:
+                self._metrics.disk_errors.labels("failed").inc()
+                logger.warning("files not deleted", extra={"reason": str(error)})
+
+        job = asyncio.get_running_loop().run_in_executor(self._writer, delete)
+        job.add_done_callback(done)
+        return job
+
+    # Starting.
+
+    async def _open(self, directory: Path) -> EntryFiles:
+        """Take the directory, as soon as it can be had."""
+        while True:
+            try:
+                return await self._in_writer(EntryFiles, directory)
+            except DiskUnavailable as error:
+                if str(error) != self.why:
+                    self.why = str(error)
+                    logger.error("serving without the disk tier", extra={"reason": self.why})
+            await asyncio.sleep(self._pace.open_again_s)
+
+    async def _recover(self, files: EntryFiles) -> None:
+        """Make entries of the files that are there, oldest first; the node serves meanwhile."""
+        found = files.scan(self._counts)
+        try:
+            while batch := await self._in_writer(_next_batch, found):
+                known = [key for item in batch if (key := await self._know(item)) is not None]
+                self._delete()
+                try:
+                    await self._index.write(known)
+                except FAILURES as error:
+                    logger.warning("the index hears of files later", extra={"reason": str(error)})
+        except DiskFault as error:
+            self._metrics.disk_errors.labels("failed").inc()
+            logger.error("files from before are lost", extra={"reason": str(error)})
+
+    async def _know(self, item: Found) -> Key | None:
+        """Take a file into the books, or delete it: its entry is here anew, or there is no room."""
+        offer = offer_of(item.header)
+        if self._core.entry(offer.key) is None:
+            try:
+                await self._make_room(item.file_bytes)
+            except Unavailable as error:
+                logger.warning("no room is made on disk", extra={"reason": str(error)})
+            if self._core.found(offer, item.header.regions, item.file_bytes):
+                return offer.key
+        entry = self._core.entry(offer.key)
+        if (entry is None or entry.state not in WITH_FILE) and self._files is not None:
+            await self._in_writer(self._files.remove, offer.key.root, offer.key.kind, offer.key.prefix_hash)
+        return None
+
+    async def _in_writer(self, call: Callable[..., T], *args: object) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._writer, call, *args)
+
+
+def header_of(entry: Stored) -> Header:
+    """What an entry's file says first."""
+    key, parent = entry.offer.key, entry.offer.parent
+    kind: Literal["block", "snapshot"] = "block" if key.kind == BLOCK else "snapshot"
+    return Header(
+        root=key.root,
+        kind=kind,
+        prefix_hash=key.prefix_hash,
+        parent=parent.prefix_hash if parent is not None and kind == "block" else None,
+        depth=entry.offer.depth,
+        regions=entry.sums or tuple((r.length, r.xxh3) for r in entry.regions),
+    )
+
+
+def offer_of(header: Header) -> Offer:
+    """The entry that a file holds."""
+    rests_on = header.prefix_hash if header.kind == "snapshot" else header.parent
+    return Offer(
+        key=Key(header.root, header.kind, header.prefix_hash),
+        parent=Key(header.root, BLOCK, rests_on) if rests_on is not None else None,
+        depth=header.depth,
+        nbytes=header.nbytes,
+    )
+
+
+def _next_batch(found: Iterator[Found]) -> list[Found]:
+    return list(islice(found, SCAN_BATCH))
+
+
+def _fields(counts: ScanCounts) -> dict[str, int]:
+    return {
+        "kept": counts.kept, "refused": counts.refused, "unfinished": counts.unfinished, "foreign": counts.foreign,
+    }  # fmt: skip
