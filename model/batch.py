@@ -30,9 +30,21 @@ class Segment:
     slot: int
     blocks: Sequence[int]
     logits: Literal["none", "last", "all"] = "last"
+    record: int | None = None  # verify: leave the slot as it is and write what the tokens do to it here
 
     def num_logits(self) -> int:
         return {"none": 0, "last": 1, "all": len(self.ids)}[self.logits]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fold:
+    """Tokens [first, first + tokens) of a verified segment become part of its slot, which has consumed `start`."""
+
+    record: int
+    slot: int
+    tokens: int
+    start: int
+    first: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +82,12 @@ class PoolLayout:
     def slot_floats(self) -> int:
         return self.recurrent_floats + self.conv_floats
 
+    def record_floats(self, tokens: int) -> int:
+        """What verifying up to `tokens` tokens of one sequence leaves behind: per head and token the normed key, the
+        decay and the correction; per token the convolutions' raw inputs."""
+        heads = self.num_heads * (2 * self.key_dim + self.value_dim)
+        return 2 * self.num_kda_layers * tokens * heads
+
 
 class Backend(Protocol):
     """Runs the network on a ragged batch. Implementations: `model.network` (torch), `model.native` (C++)."""
@@ -96,4 +114,34 @@ class Backend(Protocol):
         A row's result depends on its own sequence alone, never on the batch, the chunking or the thread count
         (see `DESIGN.md`, numerics), within one backend.
         """
+        ...
+
+
+class Verifier(Backend, Protocol):
+    """A backend that can also look ahead: judge drafted tokens without advancing, then advance by what is kept."""
+
+    def tap(self, layers: Sequence[int]) -> None:
+        """Choose the layers, ascending, whose running sums `forward` gives out in `taps`."""
+        ...
+
+    def forward(
+        self,
+        segments: Sequence[Segment],
+        rows: torch.Tensor,
+        state: torch.Tensor,
+        *,
+        progress: LayerProgress | None = None,
+        records: torch.Tensor | None = None,
+        taps: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """A segment with a `record` is verified: its rows are written, its slot stays, and `fold` advances it later.
+        Logits, rows and what a fold leaves have the bits of stepping.
+
+        Shapes: records [num_records, record_floats(most tokens)] fp32; taps [tokens, num_taps, hidden] fp32 is filled
+                with the running sum (not the mix) after each tapped layer.
+        """
+        ...
+
+    def fold(self, folds: Sequence[Fold], state: torch.Tensor, records: torch.Tensor) -> None:
+        """Advance each slot by tokens of its record; zero tokens leave it as it was."""
         ...

@@ -36,6 +36,11 @@ struct Pass {
     int32_t block_tokens;
     float* out;
     Progress* progress;  // or null
+    const int32_t* record;   // per segment, -1 for none
+    float* records;
+    int64_t num_records, record_floats;
+    int32_t record_tokens;
+    float* taps;             // or null
 };
 
 std::string at(int segment) { return "segment " + std::to_string(segment) + ": "; }
@@ -54,6 +59,10 @@ std::string segment_fault(const Model& m, const Pass& p, int s, const int32_t* i
     const int64_t end = p.start[s] + p.tokens[s];
     if (end > int64_t(p.num_blocks[s]) * p.block_tokens)
         return std::to_string(end) + " tokens do not fit into " + std::to_string(p.num_blocks[s]) + " blocks";
+    if (p.record[s] < -1 || p.record[s] >= p.num_records)
+        return "record " + std::to_string(p.record[s]) + " is outside the " + std::to_string(p.num_records);
+    if (p.record[s] >= 0 && p.tokens[s] > p.record_tokens)
+        return std::to_string(p.tokens[s]) + " tokens do not fit into a record of " + std::to_string(p.record_tokens);
     for (int64_t i = 0; i <= (end - 1) / p.block_tokens; ++i)
         if (blocks[i] < 0 || blocks[i] >= p.pool_blocks)
             return "block " + std::to_string(blocks[i]) + " is outside the pool of " + std::to_string(p.pool_blocks);
@@ -64,10 +73,18 @@ std::string segment_fault(const Model& m, const Pass& p, int s, const int32_t* i
 // written held by no other segment and at no other place.
 std::string fault(Model& m, const Pass& p) {
     m.claims.begin(p.pool_slots, p.pool_blocks);
+    if (p.num_records && (p.record_tokens < 1 || p.record_tokens > kMaxRows || p.record_floats != m.record_floats(p.record_tokens)))
+        return "records: expected " + std::to_string(m.record_floats(p.record_tokens)) + " floats for " +
+               std::to_string(p.record_tokens) + " tokens, found " + std::to_string(p.record_floats);
+    std::vector<bool> recorded((size_t)p.num_records);
     const int32_t *ids = p.ids, *blocks = p.blocks;
     for (int s = 0; s < p.num_segments; ids += p.tokens[s], blocks += p.num_blocks[s], ++s) {
         const std::string wrong = segment_fault(m, p, s, ids, blocks);
         if (!wrong.empty()) return at(s) + wrong;
+        if (p.record[s] >= 0) {
+            if (recorded[size_t(p.record[s])]) return at(s) + "record " + std::to_string(p.record[s]) + " is in another segment too";
+            recorded[size_t(p.record[s])] = true;
+        }
         if (!m.claims.slot(p.slot[s])) return at(s) + "slot " + std::to_string(p.slot[s]) + " is in another segment too";
         for (int64_t i = p.start[s] / p.block_tokens; i <= (p.start[s] + p.tokens[s] - 1) / p.block_tokens; ++i)
             if (!m.claims.write(blocks[i], s, i)) return at(s) + "block " + std::to_string(blocks[i]) + " is written twice";
@@ -80,30 +97,34 @@ std::string fault(Model& m, const Pass& p) {
     return "";
 }
 
-// Runs the pass in tiles of at most kMaxRows tokens, cutting segments where a tile is full.
+// Runs the pass in tiles of at most kMaxRows tokens, cutting segments where a tile is full; a verified one stays
+// whole, since its second part would not find what the first one did to the slot.
 void run(Model& m, const Pass& p) {
     Batch b;
     b.pool_rows = p.rows, b.block_floats = p.block_floats, b.block_tokens = p.block_tokens;
     b.pool_state = p.state, b.slot_floats = p.slot_floats;
-    b.ids = p.ids, b.logits = p.out;
     int64_t left = 0;
     for (int s = 0; s < p.num_segments; ++s) left += p.tokens[s];
+    b.ids = p.ids, b.logits = p.out, b.taps = p.taps;
+    b.records = {p.records, p.record_floats, p.record_tokens};
     const auto flush = [&] {
         if (!b.rows) return;
         left -= b.rows;
         b.progress = left ? nullptr : p.progress;
         m.forward(b);
         for (const Segment& s : b.segments) b.logits += int64_t(s.num_logits()) * m.config.vocab;
+        if (b.taps) b.taps += int64_t(b.rows) * int64_t(m.taps.size()) * m.config.hidden;
         b.ids += b.rows, b.rows = 0;
         b.segments.clear();
     };
     const int32_t* blocks = p.blocks;
     for (int s = 0; s < p.num_segments; blocks += p.num_blocks[s], ++s)
         for (int done = 0; done < p.tokens[s];) {
+            if (p.record[s] >= 0 && p.tokens[s] > kMaxRows - b.rows) flush();
             const int n = min_int(p.tokens[s] - done, kMaxRows - b.rows);
             const bool ends = done + n == p.tokens[s];
             const int32_t logits = p.logits[s] == kLastLogits && !ends ? int32_t(kNoLogits) : p.logits[s];
-            b.segments.push_back({b.rows, n, p.start[s] + done, p.slot[s], logits, blocks});
+            b.segments.push_back({b.rows, n, p.start[s] + done, p.slot[s], logits, p.record[s], blocks});
             b.rows += n, done += n;
             if (b.rows == kMaxRows) flush();
         }
@@ -146,6 +167,42 @@ MR_API int mr_forward(Model* m, const Pass* pass) {
     if (guarded([&] { wrong = fault(*m, *pass); })) return 1;
     if (!wrong.empty()) return last_error() = wrong, 2;
     return guarded([&] { run(*m, *pass); });
+}
+
+// The layers after which `Pass.taps` keeps the running sum; ascending.
+MR_API int mr_taps(Model* m, const int32_t* layers, int32_t n) {
+    return guarded([&] {
+        for (int i = 0; i < n; ++i)
+            if (layers[i] < 0 || layers[i] >= m->config.num_layers || (i && layers[i] <= layers[i - 1]))
+                throw std::runtime_error("taps: expected ascending layers below " + std::to_string(m->config.num_layers));
+        m->taps.assign(layers, layers + n);
+    });
+}
+
+MR_API int64_t mr_record_floats(const Model* m, int32_t tokens) { return m->record_floats(tokens); }
+
+// 2: refused, nothing was touched. Every slot and record at most once.
+MR_API int mr_fold(Model* m, const Fold* folds, int32_t n, float* records, int64_t num_records, int64_t record_floats,
+                   int32_t record_tokens, float* state, int64_t pool_slots, int64_t slot_floats) {
+    std::string wrong;
+    if (guarded([&] {
+            std::vector<bool> slots((size_t)pool_slots), used((size_t)num_records);
+            if (record_floats != m->record_floats(record_tokens)) wrong = "records: not of this model and length";
+            for (int i = 0; i < n && wrong.empty(); ++i) {
+                const Fold& f = folds[i];
+                const bool fits = f.record >= 0 && f.record < num_records && f.slot >= 0 && f.slot < pool_slots &&
+                                  f.first >= 0 && f.tokens >= 0 && int64_t(f.first) + f.tokens <= record_tokens && f.start >= 0;
+                if (!fits || slots[size_t(f.slot)] || used[size_t(f.record)])
+                    wrong = "fold " + std::to_string(i) + ": expected a record, a slot and a count in range, each once";
+                else
+                    slots[size_t(f.slot)] = used[size_t(f.record)] = true;
+            }
+        }))
+        return 1;
+    if (!wrong.empty()) return last_error() = wrong, 2;
+    return guarded([&] {
+        m->fold(std::vector<Fold>(folds, folds + n), Records{records, record_floats, record_tokens}, state, slot_floats);
+    });
 }
 
 MR_API void mr_profile(Model* m, int32_t clock, double* seconds) {

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from model.batch import PoolLayout, Segment
+from model.batch import Fold, PoolLayout, Segment
 from model.errors import BackendUnavailable
-from model.native import selfcheck
+from model.native import ffi, selfcheck
 from model.native.build import build
 from model.native.ffi import LOGITS_MODES, Clock, Op, Pass, load
 from model.native.loader import Loader, network_shape
@@ -56,6 +56,7 @@ class NativeBackend:
         self, config: ModelConfig, weights: WeightSource, threads: int = 1, *, lib: ctypes.CDLL | None = None
     ) -> None:
         self.config = config
+        self._num_taps = 0
         self._handle: int | None = None  # set first: __del__ runs even when the rest fails
         self._lib = lib or library()
         if config.num_shared_experts < 1 or not config.mla_layers:
@@ -85,6 +86,13 @@ class NativeBackend:
     def layout(self, block_tokens: int) -> PoolLayout:
         return self.config.pool_layout(block_tokens)
 
+    def tap(self, layers: Sequence[int]) -> None:
+        """Choose the layers, ascending, whose running sums `forward` gives out in `taps`. Raises BatchError."""
+        chosen = array("i", layers)
+        if self._lib.mr_taps(self._handle, chosen.buffer_info()[0], len(chosen)):
+            raise BatchError(self._lib.mr_error().decode())
+        self._num_taps = len(chosen)
+
     def forward(
         self,
         segments: Sequence[Segment],
@@ -92,11 +100,19 @@ class NativeBackend:
         state: torch.Tensor,
         *,
         progress: LayerProgress | None = None,
+        records: torch.Tensor | None = None,
+        taps: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See `Backend.forward`. Raises BatchError (nothing touched) or MemoryError (rows and state undefined)."""
         layout = self._check_pools(rows, state)
+        kept = self._records(records, layout)
+        if taps is not None:
+            expected = (sum(len(s.ids) for s in segments), self._num_taps, self.config.hidden_size)
+            if not self._num_taps or taps.shape != expected or taps.dtype != torch.float32:
+                raise BatchError(f"taps: expected fp32 {list(expected)}, found {list(taps.shape)}")
         try:
             arrays = _arrays(segments)
+            record = array("i", [-1 if s.record is None else s.record for s in segments])
         except OverflowError as error:
             raise BatchError(f"an index is no 32-bit number: {error}") from error
         out = torch.empty((sum(s.num_logits() for s in segments), self.config.vocab_size))
@@ -104,6 +120,7 @@ class NativeBackend:
             len(segments), *(a.buffer_info()[0] for a in arrays),
             rows.data_ptr(), *rows.shape, state.data_ptr(), *state.shape, layout.block_tokens, out.data_ptr(),
             None if progress is None else progress.address,
+            record.buffer_info()[0], *kept, None if taps is None else taps.data_ptr(),
         )  # fmt: skip
         with self._one_pass:
             status = self._lib.mr_forward(self._handle, ctypes.byref(work))
@@ -111,11 +128,32 @@ class NativeBackend:
             raise (BatchError if status == WRONG_PASS else MemoryError)(self._lib.mr_error().decode())
         return out
 
+    def fold(self, folds: Sequence[Fold], state: torch.Tensor, records: torch.Tensor) -> None:
+        """Advance slots by what is kept of verified segments. Raises BatchError, and then nothing was touched."""
+        work = (ffi.Fold * len(folds))(*(ffi.Fold(f.record, f.slot, f.first, f.tokens, f.start) for f in folds))
+        layout = self.layout(1)
+        with self._one_pass:
+            status = self._lib.mr_fold(
+                self._handle, work, len(folds), *self._records(records, layout), state.data_ptr(), *state.shape
+            )
+        if status:
+            raise (BatchError if status == WRONG_PASS else MemoryError)(self._lib.mr_error().decode())
+
     def profile(self, clock: Clock) -> dict[str, float]:
         """Choose the clock that times operations; return the seconds spent in each since the last call."""
         seconds = (ctypes.c_double * len(Op))()
         self._lib.mr_profile(self._handle, clock, seconds)
         return {op.name.lower(): seconds[op] for op in Op}
+
+    @staticmethod
+    def _records(records: torch.Tensor | None, layout: PoolLayout) -> tuple[int | None, int, int, int]:
+        """Address, number, floats of one, tokens of one."""
+        if records is None:
+            return (None, 0, 0, 0)
+        tokens, rest = divmod(records.shape[1], layout.record_floats(1))
+        if rest or tokens < 1 or records.dtype != torch.float32 or not records.is_contiguous():
+            raise BatchError(f"records: expected contiguous fp32 of whole tokens, found {list(records.shape)}")
+        return (records.data_ptr(), *records.shape, tokens)
 
     def _check_pools(self, rows: torch.Tensor, state: torch.Tensor) -> PoolLayout:
         for name, pool in (("rows", rows), ("state", state)):

@@ -56,7 +56,17 @@ class Pass(ctypes.Structure):
         ("block_tokens", c_int32),
         ("out", c_void_p),
         ("progress", c_void_p),
+        ("record", c_void_p),
+        ("records", c_void_p),
+        ("num_records", c_int64),
+        ("record_floats", c_int64),
+        ("record_tokens", c_int32),
+        ("taps", c_void_p),
     )
+
+
+class Fold(ctypes.Structure):
+    _fields_ = (("record", c_int32), ("slot", c_int32), ("first", c_int32), ("tokens", c_int32), ("start", c_int64))
 
 
 class Kind(IntEnum):
@@ -112,6 +122,12 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "mr_embedding": (None, [c_void_p, c_void_p, c_int32]),
     "mr_check": (c_int32, [c_void_p]),
     "mr_forward": (c_int32, [c_void_p, POINTER(Pass)]),
+    "mr_taps": (c_int32, [c_void_p, c_void_p, c_int32]),
+    "mr_record_floats": (c_int64, [c_void_p, c_int32]),
+    "mr_fold": (
+        c_int32,
+        [c_void_p, POINTER(Fold), c_int32, c_void_p, c_int64, c_int64, c_int32, c_void_p, c_int64, c_int64],
+    ),
     "mr_profile": (None, [c_void_p, c_int32, POINTER(c_double)]),
     "mr_weight_bytes": (c_int64, [c_void_p]),
     "mr_op_gemm": (

@@ -14,7 +14,8 @@ constexpr int kTile = 16;  // tokens prepared at once, so that a column block of
 // `N` registers' worth of state columns through all tokens. Sums over keys run in two chains, even and odd keys.
 template <int N>
 void columns(float* state, ptrdiff_t stride, int keys, int tokens, const float* q, const float* k, const float* alpha,
-             const float* alpha_k, const float* beta, const float* v, float* out, ptrdiff_t token_stride) {
+             const float* alpha_k, const float* beta, const float* v, float* out, ptrdiff_t token_stride,
+             float* correction) {
     for (int t = 0; t < tokens; ++t, q += keys, k += keys, alpha += keys, alpha_k += keys) {
         V even[N], odd[N], u[N];
 #pragma GCC unroll 4
@@ -35,6 +36,7 @@ void columns(float* state, ptrdiff_t stride, int keys, int tokens, const float* 
 #pragma GCC unroll 4
         for (int i = 0; i < N; ++i) {
             u[i] = mul(b, sub(load(v + t * token_stride + i * kLanes), add(even[i], odd[i])));
+            if (correction) store(correction + t * token_stride + i * kLanes, u[i]);
             even[i] = odd[i] = zero();
         }
         const auto update = [&](int key, V* sum) {
@@ -96,7 +98,7 @@ struct Window {
 }  // namespace
 
 void kda_recurrence(float* state, int keys, int values, int tokens, const float* q, const float* k, const float* alpha,
-                    const float* beta, const float* v, float* out, ptrdiff_t stride, float* work) {
+                    const float* beta, const float* v, float* out, ptrdiff_t stride, float* work, float* correction) {
     float *alpha_k = work, *narrow = work + ptrdiff_t(tokens) * keys;
     each16(tokens * keys, [&](int i, int lanes, int) {
         store16_n(alpha_k + i, mul(load16_n(alpha + i, lanes), load16_n(k + i, lanes)), lanes);
@@ -104,7 +106,8 @@ void kda_recurrence(float* state, int keys, int values, int tokens, const float*
     int c = 0;
     const auto run = [&](auto kernel, int registers) {
         for (; c + registers * kLanes <= values; c += registers * kLanes)
-            kernel(state + c, values, keys, tokens, q, k, alpha, alpha_k, beta, v + c, out + c, stride);
+            kernel(state + c, values, keys, tokens, q, k, alpha, alpha_k, beta, v + c, out + c, stride,
+                   correction ? correction + c : nullptr);
     };
     run(columns<4>, 4);
     run(columns<2>, 2);
@@ -112,7 +115,8 @@ void kda_recurrence(float* state, int keys, int values, int tokens, const float*
     if (c == values) return;
     const int rest = values - c;  // columns that fill no register go through a copy one register wide
     for (int i = 0; i < keys; ++i) store(narrow + i * kLanes, load_n(state + ptrdiff_t(i) * values + c, rest));
-    columns<1>(narrow, kLanes, keys, tokens, q, k, alpha, alpha_k, beta, v + c, out + c, stride);
+    columns<1>(narrow, kLanes, keys, tokens, q, k, alpha, alpha_k, beta, v + c, out + c, stride,
+               correction ? correction + c : nullptr);
     for (int i = 0; i < keys; ++i) store_n(state + ptrdiff_t(i) * values + c, load(narrow + i * kLanes), rest);
 }
 
@@ -127,7 +131,9 @@ public:
         const int K = c.key_dim, W = c.value_dim, longest = K > W ? K : W, past = c.conv_kernel - 1;
         wide = round16(W);
         gate_at = 2 * c.keys() + c.values();
-        scratch.resize(size_t(kTile) * (4 * K + 2 * wide + 1) + size_t(K) * kLanes + size_t(longest));
+        const bool recording = segment.record >= 0;
+        const size_t own = size_t(kTile) * (4 * K + 2 * wide + 1) + size_t(K) * kLanes + size_t(longest);
+        scratch.resize(own + (recording ? size_t(kTile) * wide + size_t(K) * W : 0));
         q = scratch.data(), k = q + kTile * K, alpha = k + kTile * K, v = alpha + kTile * K, out = v + kTile * wide;
         beta = out + kTile * wide, work = beta + kTile;
         float* zeros = work + kTile * K + K * kLanes;
@@ -135,6 +141,14 @@ public:
 
         float* slot = batch.pool_state + seg.slot * batch.slot_floats;
         state = slot + (int64_t(layer.index) * c.kda_heads + head) * K * W;
+        if (recording) {  // the tokens run on a copy
+            correction = scratch.data() + own;
+            float* copy = correction + kTile * wide;
+            std::memcpy(copy, state, size_t(K) * W * 4);
+            state = copy;
+            kept = batch.records.head(c, segment.record, layer.index, head);
+            inputs_kept = batch.records.conv(c, num_kda, segment.record, layer.index);
+        }
         float* history = slot + int64_t(num_kda) * c.kda_heads * K * W + int64_t(layer.index) * past * gate_at;
         streams[0] = {c.keys(), head * K, K, layer.vector(VectorSlot::kConvQ), q, K, nullptr, {}};
         streams[1] = {c.keys(), head * K, K, layer.vector(VectorSlot::kConvK), k, K, nullptr, {}};
@@ -155,10 +169,11 @@ public:
         for (int first = 0; first < seg.tokens; first += kTile) {
             const int n = min_int(kTile, seg.tokens - first);
             for (int t = 0; t < n; ++t) prepare(first + t, t);
-            kda_recurrence(state, K, W, n, q, k, alpha, beta, v, out, wide, work);
+            kda_recurrence(state, K, W, n, q, k, alpha, beta, v, out, wide, work, correction);
+            for (int t = 0; correction && t < n; ++t) keep(first + t, t);
             for (int t = 0; t < n; ++t) finish(seg.row0 + first + t, out + t * wide);
         }
-        keep_history();
+        correction ? keep_inputs() : keep_history();
     }
 
 private:
@@ -202,6 +217,24 @@ private:
         });
     }
 
+    // Token t of the segment, from place `i` of the tile, into the record.
+    void keep(int t, int i) {
+        const int K = c.key_dim, W = c.value_dim;
+        float* to = kept + int64_t(t) * (2 * K + W);
+        std::memcpy(to, k + i * K, size_t(K) * 4);
+        std::memcpy(to + K, alpha + i * K, size_t(K) * 4);
+        std::memcpy(to + 2 * K, correction + ptrdiff_t(i) * wide, size_t(W) * 4);
+    }
+
+    void keep_inputs() {
+        int offset = 0;
+        for (const Stream& s : streams) {
+            for (int t = 0; t < seg.tokens; ++t)
+                std::memcpy(inputs_kept + int64_t(t) * gate_at + offset + s.at, s.window.at(t), size_t(s.width) * 4);
+            offset += s.channels;
+        }
+    }
+
     // Ascending order: a history row that only moves up is read before it is overwritten.
     void keep_history() {
         const int past = c.conv_kernel - 1;
@@ -217,10 +250,66 @@ private:
     const int head;
     int wide, gate_at;
     float *q, *k, *alpha, *v, *out, *beta, *work, *state;
+    float *correction = nullptr, *kept = nullptr, *inputs_kept = nullptr;  // of a verified segment
     Stream streams[3];
 };
 
+// One head's share of a fold: the same multiply-adds, in the same order, that stepping would have done.
+void fold_head(const Config& c, const Fold& f, const float* kept, float* state) {
+    const int K = c.key_dim, W = c.value_dim;
+    if (f.start == 0) std::memset(state, 0, size_t(K) * W * 4);
+    kept += int64_t(f.first) * (2 * K + W);
+    for (int t = 0; t < f.tokens; ++t, kept += 2 * K + W)
+        for (int key = 0; key < K; ++key) {
+            const V kk = set1(kept[key]), decay = set1(kept[K + key]);
+            float* s = state + ptrdiff_t(key) * W;
+            const float* u = kept + 2 * K;
+            int i = 0;
+            for (; i + kLanes <= W; i += kLanes) store(s + i, fma(kk, load(u + i), mul(decay, load(s + i))));
+            if (i < W) store_n(s + i, fma(kk, load_n(u + i, W - i), mul(decay, load_n(s + i, W - i))), W - i);
+        }
+}
+
+// One layer's convolution history: the last inputs, of before and of the fold.
+void fold_history(const Config& c, const Fold& f, const float* inputs, float* history) {
+    const int past = c.conv_kernel - 1, total = 2 * c.keys() + c.values();
+    int offset = 0;
+    for (const int channels : {c.keys(), c.keys(), c.values()}) {
+        float* rows = history + int64_t(offset) * past;
+        for (int j = 0; j < past; ++j) {  // ascending: rows only move up
+            const int t = f.tokens - past + j;
+            float* to = rows + int64_t(j) * channels;
+            if (t >= 0) std::memcpy(to, inputs + int64_t(f.first + t) * total + offset, size_t(channels) * 4);
+            else if (f.start) std::memmove(to, rows + int64_t(t + past) * channels, size_t(channels) * 4);
+            else std::memset(to, 0, size_t(channels) * 4);
+        }
+        offset += channels;
+    }
+}
+
 }  // namespace
+
+int64_t Model::record_floats(int tokens) const {
+    Records r;
+    r.tokens = tokens;
+    return num_kda * (config.kda_heads * r.head_floats(config) + r.conv_floats(config));
+}
+
+void Model::fold(const std::vector<Fold>& folds, const Records& records, float* pool_state, int64_t slot_floats) {
+    const Config& c = config;
+    const int heads = c.kda_heads, each = num_kda * heads, past = c.conv_kernel - 1;
+    const int64_t head_floats = int64_t(c.key_dim) * c.value_dim, channels = 2 * c.keys() + c.values();
+    pool.run(int(folds.size()) * each, [&](int task, int) {
+        const Fold& f = folds[size_t(task / each)];
+        if (!f.tokens) return;
+        const int layer = task % each / heads, head = task % heads;
+        float* slot = pool_state + f.slot * slot_floats;
+        fold_head(c, f, records.head(c, f.record, layer, head), slot + (int64_t(layer) * heads + head) * head_floats);
+        if (head) return;
+        float* history = slot + int64_t(each) * head_floats + int64_t(layer) * past * channels;
+        fold_history(c, f, records.conv(c, num_kda, f.record, layer), history);
+    });
+}
 
 void Model::kda(const Layer& layer, const Batch& batch) {
     const Config& c = config;

@@ -145,6 +145,7 @@ void Model::forward(Batch batch) {
     reserve(batch.rows);
     timed(Op::kEmbed, [&] { embed(batch); });
     int blocks = 0;  // residual[blocks] is the prefix sum h
+    size_t next_tap = 0;
     for (int i = 0; i < c.num_layers; ++i) {
         const Layer& layer = layers[size_t(i)];
         const auto mix = [&](VectorSlot s) { return c.res_block ? layer.vector(s) : nullptr; };
@@ -158,7 +159,8 @@ void Model::forward(Batch batch) {
         job.a = s_.x.data, job.lda = s_.x.stride, job.m = batch.rows, job.c = s_.in.data, job.ldc = s_.in.stride;
         timed(Op::kAttnIn, [&] { gemm.run(job); });
         // What later tokens need is kept for every row; past that, the last layer only serves rows with logits.
-        const bool last = i + 1 == c.num_layers;
+        const bool tapped = batch.taps && next_tap < taps.size() && taps[next_tap] == i;
+        const bool last = i + 1 == c.num_layers && !tapped;
         if (layer.mla) {
             timed(Op::kMlaStore, [&] { mla_store(layer, batch); });
             if (last) batch = narrow(batch, blocks, s_.in);
@@ -177,7 +179,15 @@ void Model::forward(Batch batch) {
         mix_norm(batch.rows, blocks, mix(VectorSlot::kFfnRes), layer.vector(VectorSlot::kPostNorm));
         if (layer.dense) dense(layer, batch.rows, h);
         else moe(layer, batch.rows, h);
+        if (!tapped) continue;
+        for (int row = 0; row < batch.rows; ++row) {
+            float* to = batch.taps + (int64_t(row) * int64_t(taps.size()) + int64_t(next_tap)) * c.hidden;
+            std::memcpy(to, s_.residual[size_t(blocks)].row(row), size_t(c.hidden) * 4);
+        }
+        ++next_tap;
+        if (i + 1 == c.num_layers) batch = narrow(batch, blocks, s_.x);
     }
+    if (!batch.rows) return;
     timed(Op::kLogits, [&] { logits(batch, blocks); });
 }
 

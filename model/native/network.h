@@ -67,6 +67,7 @@ struct Segment {
     int row0, tokens;  // rows of this pass
     int64_t start;     // tokens already consumed
     int32_t slot, logits;
+    int32_t record;    // in the batch's records, or -1: advance the slot
     const int32_t* blocks;
     int num_logits() const { return logits == kAllLogits ? tokens : logits == kLastLogits; }
 };
@@ -85,6 +86,30 @@ struct MlaWork {
     double cost;
 };
 
+// What a verified segment leaves behind instead of an advanced slot: per token what the delta rule would add to the
+// state, and the convolutions' raw inputs. One record is [kda_layer][head][token][k | alpha | correction], then
+// [kda_layer][token][q | k | v channels].
+struct Records {
+    float* data = nullptr;
+    int64_t floats = 0;  // of one record
+    int tokens = 0;      // the most that one holds
+
+    int64_t head_floats(const Config& c) const { return int64_t(tokens) * (2 * c.key_dim + c.value_dim); }
+    int64_t conv_floats(const Config& c) const { return int64_t(tokens) * (2 * c.keys() + c.values()); }
+    float* head(const Config& c, int record, int layer, int head) const {
+        return data + record * floats + (int64_t(layer) * c.kda_heads + head) * head_floats(c);
+    }
+    float* conv(const Config& c, int num_kda, int record, int layer) const {
+        return data + record * floats + int64_t(num_kda) * c.kda_heads * head_floats(c) + layer * conv_floats(c);
+    }
+};
+
+// A verified segment's tokens [first, first + tokens) become part of its slot.
+struct Fold {
+    int32_t record, slot, first, tokens;
+    int64_t start;  // tokens that the slot has consumed before; at 0 it is zero whatever it holds
+};
+
 struct Batch {
     std::vector<Segment> segments;
     const int32_t* ids = nullptr;
@@ -96,6 +121,8 @@ struct Batch {
     int64_t slot_floats = 0;
     float* logits = nullptr;
     Progress* progress = nullptr;  // set in a pass's last tile, if anybody wants it
+    Records records;
+    float* taps = nullptr;  // [row][tap][hidden]: the running sum after each of the model's tap layers
 
     float* row(const Segment& s, const Config& c, int mla_index, int64_t position) const {
         return pool_rows + s.blocks[position / block_tokens] * block_floats +
@@ -173,6 +200,8 @@ public:
     Model(const Config& config, const uint8_t* layer_kinds, int threads);
 
     void forward(Batch batch);      // at most kMaxRows rows
+    void fold(const std::vector<Fold>& folds, const Records& records, float* pool_state, int64_t slot_floats);
+    int64_t record_floats(int tokens) const;
     void check() const;                // throws std::runtime_error naming a missing or misshapen weight
 
     const Config config;
@@ -185,6 +214,7 @@ public:
     const void* embedding = nullptr;
     Kind embedding_kind = Kind::kF32;
     Claims claims;
+    std::vector<int32_t> taps;  // layers, ascending
     Clock profiling = Clock::kOff;
     double seconds[int(Op::kCount)] = {};
 
@@ -225,8 +255,10 @@ private:
 
 // KDA's recurrence for one head over `tokens` tokens; the state [keys][values] is updated in place. q (scaled), k and
 // alpha = exp(g) are [tokens][keys]; v and out [tokens][stride], stride a multiple of 16, columns past `values`
-// undefined. `work` holds tokens*keys + keys*kLanes floats.
+// undefined. `work` holds tokens*keys + keys*kLanes floats. `correction`, where given, is [tokens][stride] like out:
+// what each token adds to the state along k.
 void kda_recurrence(float* state, int keys, int values, int tokens, const float* q, const float* k, const float* alpha,
-                    const float* beta, const float* v, float* out, ptrdiff_t stride, float* work);
+                    const float* beta, const float* v, float* out, ptrdiff_t stride, float* work,
+                    float* correction = nullptr);
 
 }  // namespace mr
