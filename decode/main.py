@@ -14,6 +14,7 @@ from decode.held import NothingHeld
 from decode.metrics import ReaderMetrics
 from decode.owners import Owners
 from decode.reader import Identity, Reader
+from engine.worker.pairs import Pairs
 from engine.worker.process import Worker, build_prompts, cache_arguments, serve
 from engine.worker.prompt import PromptRunner
 from engine.worker.settings import WorkerSettings
@@ -65,6 +66,7 @@ async def assemble(worker: Worker) -> DecodeService:
     cache = await WorkerCache.open(**cache_arguments(worker))
     prompts = build_prompts(worker, cache)
     worker.spawn(keep_warm(cache.transports, worker.membership, ("prefill", "cachestore")))
+    worker.spawn(Pairs(worker.metrics, worker.membership, worker.instance_id, worker.epoch, "reader").run())
     table = ReaderTable()
     metrics = ReaderMetrics(worker.metrics, table)
     owners = Owners(worker.spawn, metrics)

@@ -99,6 +99,9 @@ class Member(msgspec.Struct, frozen=True, kw_only=True, tag="member-1"):
     peer: bytes = b""
     model: str = ""
     max_context: int = 0
+    tp_size: int = 1
+    readable_by: tuple[str, ...] = ()  # transports by which others can read this process's memory
+    reads_by: tuple[str, ...] = ()  # and by which it reads others'
     state: Literal["ready", "draining"] = "ready"
     load: Load = Load()
     started_at: float = msgspec.field(default_factory=time.time)

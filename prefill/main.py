@@ -8,6 +8,7 @@ import grpc
 
 from cachestore.prompt_cache import WorkerCache
 from cachestore.transports.warm import keep_warm
+from engine.worker.pairs import Pairs
 from engine.worker.process import Worker, build_prompts, cache_arguments, serve
 from engine.worker.prompt import PromptRunner
 from engine.worker.settings import WorkerSettings
@@ -58,6 +59,7 @@ async def assemble(worker: Worker) -> PrefillService:
     cache = await WorkerCache.open(**cache_arguments(worker))
     prompts = build_prompts(worker, cache)
     worker.spawn(keep_warm(cache.transports, worker.membership, ("cachestore",)))
+    worker.spawn(Pairs(worker.metrics, worker.membership, worker.instance_id, worker.epoch, "owner").run())
     table = HandoffTable(settings.timing())
     edge = PrefillEdge(
         prompts,
