@@ -13,7 +13,7 @@ DISK_BYTES_MIN = 1 << 20
 
 
 class CacheSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A cache node: blocks and snapshots in memory and, with --disk-dir and --disk-bytes, in files that survive it."""
+    """A cache node: blocks and snapshots in memory and, with --disk-dir and --disk-bytes, in files."""
 
     redis_url: str
     cluster: str = "local"

@@ -110,8 +110,9 @@ class DiskTier:
             task.cancel()
         for threads in (self._writer, self._readers):
             await asyncio.to_thread(threads.shutdown, cancel_futures=True)
-        if self._files is not None:
-            self._files.close()
+        files, self._files = self._files, None
+        if files is not None:
+            files.close()
 
     # Reading.
 

@@ -27,6 +27,7 @@ from cachestore.node.core import NodeCore
 from cachestore.node.edge import CacheNodeEdge
 from cachestore.node.intake import ARENA_POOL, Identity, Intake
 from cachestore.node.metrics import NodeMetrics
+from cachestore.node.tiers import DiskTier, Pace
 from cachestore.transports import Landing, MemoryFabric, Slice, TransportSet
 from moonrelay.membership import Load, Member, Membership
 from moonrelay.prefix import prefix_hashes
@@ -138,18 +139,27 @@ class Listed:
 class LocalNode:
     """The node's own core, intake and gRPC service, over in-memory transports, in this process."""
 
-    def __init__(self, name: str, epoch: int, fabric: MemoryFabric, redis, dram_bytes: int) -> None:
+    def __init__(
+        self, name: str, epoch: int, fabric: MemoryFabric, redis, dram_bytes: int, disk: Path | None = None,
+        disk_bytes: int = 0,
+    ) -> None:  # fmt: skip
         self.identity = Identity(instance_id=name, epoch=epoch)
         self.arena = Arena(dram_bytes)
-        self.core = NodeCore(dram_bytes, longest_transfer_ms=50)
+        self.core = NodeCore(dram_bytes, longest_transfer_ms=50, disk_bytes=disk_bytes)
         self.transports = TransportSet.in_memory(name, epoch, fabric)
         self.transports.register(ARENA_POOL, self.arena.base, self.arena.length)
-        metrics = NodeMetrics()
+        self.metrics = metrics = NodeMetrics()
         self.intake = Intake(
             self.core, self.transports, CacheIndex(redis), self.identity, metrics, pull_timeout_ms=5_000
         )
         self.bugs: list[BaseException] = []
-        self.edge = CacheNodeEdge(self.core, self.intake, self.identity, metrics, self.bugs.append)
+        self.disk = DiskTier(
+            self.core, self.intake.room, self.intake.index,
+            lambda offset, length: self.arena.view[offset : offset + length], metrics, disk,
+            Pace(open_again_s=0.02, pause_s=0.02),
+        )  # fmt: skip
+        self.work: list[asyncio.Task[None]] = []
+        self.edge = CacheNodeEdge(self.core, self.intake, self.identity, metrics, self.bugs.append, self.disk)
         self.server = grpc.aio.server()
         cache_pb2_grpc.add_CacheNodeServicer_to_server(self.edge, self.server)
         self.port = self.server.add_insecure_port("127.0.0.1:0")
@@ -157,6 +167,7 @@ class LocalNode:
     async def start(self) -> Member:
         await self.transports.start()
         await self.server.start()
+        self.work = [asyncio.ensure_future(self.disk.run())]
         return Member(
             instance_id=self.identity.instance_id, role="cachestore", epoch=self.identity.epoch,
             grpc_address=f"127.0.0.1:{self.port}", peer=self.transports.peer().SerializeToString(),
@@ -165,6 +176,11 @@ class LocalNode:
 
     async def close(self) -> None:
         await self.server.stop(None)
+        for task in self.work:
+            task.cancel()
+        for result in await asyncio.gather(*self.work, return_exceptions=True):
+            assert result is None or isinstance(result, asyncio.CancelledError), result
+        await self.disk.close()
         self.core.check()
         assert not self.bugs
 
@@ -178,9 +194,11 @@ class LocalWorld:
 
 
 @contextlib.asynccontextmanager
-async def local_world(url: str, dram_bytes: int = 4 << 20) -> AsyncIterator[LocalWorld]:
+async def local_world(
+    url: str, dram_bytes: int = 4 << 20, disk: Path | None = None, disk_bytes: int = 0
+) -> AsyncIterator[LocalWorld]:
     redis, fabric = connect(url), MemoryFabric()
-    node = LocalNode("node", time.monotonic_ns(), fabric, redis, dram_bytes)
+    node = LocalNode("node", time.monotonic_ns(), fabric, redis, dram_bytes, disk, disk_bytes)
     member = await node.start()
     worker = Worker(TransportSet.in_memory("worker", 1, fabric), Listed(member), redis)
     await worker.transports.start()

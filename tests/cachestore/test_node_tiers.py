@@ -1,0 +1,275 @@
+"""A node with a directory, in this process: written behind, read for leases, found again, refused when altered."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import secrets
+from pathlib import Path
+
+import pytest
+from cache_world import BLOCK_BYTES, LocalWorld, Prompt, local_world, prompt
+from test_node import BUNDLE_BYTES, fresh_root, until
+
+from cachestore.node.files import OWNER_FILE
+from cachestore.node.states import State
+from moonrelay.valkey import LocalValkey, start_local_valkey
+
+DISK_BYTES = 1 << 24
+
+
+async def settled(world: LocalWorld) -> None:
+    """Everything that wants to be written is written."""
+    disk = world.node.disk
+    await until(lambda: disk.state == "ready")
+    disk.wake()
+    await until(lambda: not world.node.core.stats().disk.num_waiting and not states(world, State.WRITING))
+    world.node.core.check()
+
+
+def states(world: LocalWorld, state: State) -> list:
+    return [key for key in world.node.core.visible() if world.node.core.entry(key).state is state]
+
+
+async def published(world: LocalWorld, *prompts: Prompt) -> None:
+    for mine in prompts:
+        await world.worker.publish(world.member, mine, range(4), (4,))
+        await settled(world)
+
+
+async def fetched(world: LocalWorld, mine: Prompt) -> int:
+    match = await world.worker.match(mine)
+    return (await world.worker.fetch(mine, match)).tokens if match.tokens else 0
+
+
+def files_in(directory: Path) -> list[Path]:
+    return sorted(p for p in directory.rglob("*") if p.is_file() and p.name != OWNER_FILE)
+
+
+def test_what_memory_lets_go_comes_back_from_disk_and_survives_the_node(valkey: LocalValkey, tmp_path: Path) -> None:
+    root = fresh_root()
+    prompts = [prompt(root, (token, 4)) for token in range(6)]
+
+    async def first_life() -> None:
+        async with local_world(valkey.url, 2 * BUNDLE_BYTES, tmp_path, DISK_BYTES) as world:
+            await published(world, *prompts)
+            stats = world.node.core.stats()
+            assert (stats.num_snapshots, stats.host_snapshots, stats.disk.num_snapshots) == (6, 2, 6)
+            assert stats.evicted_snapshots == 0 and stats.disk.demoted == 4 * 5
+            for mine in [*prompts, *prompts]:
+                assert await fetched(world, mine) == 4 * 64
+                await until(lambda: world.node.core.stats().num_leases == 0)
+                world.node.core.check()
+            await world.node.intake.index.flush()
+            assert (await world.worker.match(prompts[0])).by_tier == {"disk": 4 * 64}
+            assert (await world.worker.match(prompts[5])).by_tier == {"host": 4 * 64}
+
+    async def second_life() -> None:
+        async with local_world(valkey.url, 2 * BUNDLE_BYTES, tmp_path, DISK_BYTES) as world:
+            await settled(world)
+            assert world.node.core.stats().disk.num_snapshots == 6
+            for mine in prompts:
+                assert await fetched(world, mine) == 4 * 64
+                await until(lambda: world.node.core.stats().num_leases == 0)
+            again = await world.worker.publish(world.member, prompts[0], range(4), (4,))
+            assert again.already_there == 5
+
+    asyncio.run(first_life())
+    assert len(files_in(tmp_path)) == 6 * 5
+    asyncio.run(second_life())
+
+
+def test_a_lease_waits_for_the_disk_once_however_many_ask(valkey: LocalValkey, tmp_path: Path) -> None:
+    root = fresh_root()
+    mine, other = prompt(root, (1, 4)), prompt(root, (2, 4))
+
+    async def run() -> None:
+        async with local_world(valkey.url, BUNDLE_BYTES, tmp_path, DISK_BYTES) as world:
+            await published(world, mine, other)
+            match = await world.worker.match(mine)
+            reports = await asyncio.gather(*(world.worker.fetch(mine, match) for _ in range(4)))
+            assert [r.tokens for r in reports] == [4 * 64] * 4
+            assert world.node.core.stats().disk.promoted == 5
+            # Memory that is leased cannot take another bundle: a miss, and nothing else.
+            await until(lambda: world.node.core.stats().num_leases == 0)
+            lease = world.node.core.lease(states(world, State.BOTH), 10_000, now_ms=0)
+            missed = await world.worker.fetch(other, await world.worker.match(other))
+            assert (missed.tokens, missed.miss_reason) == (0, "tier_error")
+            world.node.core.release(lease.id, lease.fence)
+            assert await fetched(world, other) == 4 * 64
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("which", ["block", "snapshot"])
+@pytest.mark.parametrize("how", ["flipped", "cut", "gone"])
+def test_an_altered_file_is_refused_and_costs_its_bundle_only(
+    valkey: LocalValkey, tmp_path: Path, which: str, how: str
+) -> None:
+    root = fresh_root()
+    mine, other, third = (prompt(root, (token, 4)) for token in range(3))
+
+    async def run() -> None:
+        async with local_world(valkey.url, BUNDLE_BYTES, tmp_path, DISK_BYTES) as world:
+            await published(world, mine, other, third)
+            names = {"block": mine.hashes[1], "snapshot": mine.hashes[3]}
+            path = tmp_path / root.hex() / f"{names[which].hex()}.{which}"
+            data = bytearray(path.read_bytes())
+            data[-1] ^= 1
+            if how == "gone":
+                path.unlink()
+            else:
+                path.write_bytes(data[:-1] if how == "cut" else data)
+            match = await world.worker.match(mine)
+            assert match.tokens == 4 * 64
+            missed = await world.worker.fetch(mine, match)
+            assert missed.tokens == 0 and missed.miss_reason in ("stale_index", "tier_error")
+            world.node.core.check()
+            await world.node.intake.index.flush()
+            left = await world.worker.match(mine)
+            assert (left.tokens, left.matchable_tokens) == (0, 64 if which == "block" else 4 * 64)
+            assert await fetched(world, other) == 4 * 64
+            await until(lambda: not path.exists() and not world.node.core.stats().num_leases)
+            # It is stored anew like anything else, and is whole again.
+            assert (await world.worker.publish(world.member, mine, range(4), (4,))).stored == 1
+            assert await fetched(world, mine) == 4 * 64
+
+    asyncio.run(run())
+
+
+def test_memory_that_went_bad_is_not_written_and_leaves(valkey: LocalValkey, tmp_path: Path) -> None:
+    async def run() -> None:
+        async with local_world(valkey.url, 2 * BUNDLE_BYTES, tmp_path, DISK_BYTES) as world:
+            mine = prompt(fresh_root(), (5, 4))
+            await until(lambda: world.node.disk.state == "ready")
+            await world.worker.publish(world.member, mine, range(4), (4,))
+            [(bad, [region, _])] = [(k, r) for k, r in world.node.core.visible().items() if k.kind == "snapshot"]
+            world.node.arena.view[region.offset] ^= 1
+            await settled(world)
+            await until(lambda: bad not in world.node.core.visible())
+            assert len(files_in(tmp_path)) == 4 and (await world.worker.match(mine)).tokens == 0
+
+    asyncio.run(run())
+
+
+def test_a_full_tier_keeps_what_was_used(valkey: LocalValkey, tmp_path: Path) -> None:
+    """Room on disk for two bundles: what nobody asked for is not written over what is there."""
+    root = fresh_root()
+    prompts = [prompt(root, (token, 4)) for token in range(5)]
+    size = 2 * sum(-(-(BLOCK_BYTES + 4096) // 4096) * 4096 for _ in range(4)) + 2 * (45_056)
+
+    async def run() -> None:
+        async with local_world(valkey.url, 2 * BUNDLE_BYTES, tmp_path, size) as world:
+            await published(world, *prompts[:4])
+            assert world.node.core.stats().disk.used_bytes <= size
+            kept = [p for p in prompts if (await world.worker.match(p)).tokens]
+            assert prompts[0] in kept and prompts[3] in kept and len(kept) == 4  # two on disk, two in memory
+            assert await fetched(world, prompts[3]) == 4 * 64  # it was asked for: now it is worth a file
+            await until(lambda: world.node.core.stats().num_leases == 0)
+            await settled(world)
+            await published(world, prompts[4])
+            assert await fetched(world, prompts[3]) == 4 * 64
+            on_disk = {p.name.split(".")[0] for p in files_in(tmp_path)}
+            assert {h.hex() for h in prompts[3].hashes} <= on_disk
+            assert sum(-(-p.stat().st_size // 4096) * 4096 for p in files_in(tmp_path)) <= size
+            world.node.core.check()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO])
+def test_a_full_or_broken_disk_costs_hits_and_is_tried_again(
+    valkey: LocalValkey, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    real = os.writev
+
+    def refuse(fd: int, pieces: list[memoryview]) -> int:
+        raise OSError(number, os.strerror(number))
+
+    async def run() -> None:
+        async with local_world(valkey.url, 2 * BUNDLE_BYTES, tmp_path, DISK_BYTES) as world:
+            mine = prompt(fresh_root(), (5, 4))
+            await until(lambda: world.node.disk.state == "ready")
+            monkeypatch.setattr(os, "writev", refuse)
+            await world.worker.publish(world.member, mine, range(4), (4,))
+            world.node.disk.wake()
+            await until(lambda: metric(world, "disk_errors_total") > 0)
+            assert files_in(tmp_path) == [] and await fetched(world, mine) == 4 * 64
+            monkeypatch.setattr(os, "writev", real)
+            await until(lambda: not world.node.core.stats().num_leases)
+            assert await fetched(world, mine) == 4 * 64
+            await settled(world)
+            assert len(files_in(tmp_path)) == 5
+
+    asyncio.run(run())
+
+
+def metric(world: LocalWorld, name: str) -> float:
+    wanted = f"moonrelay_cache_{name}"
+    return sum(
+        s.value for family in world.node.metrics.registry.collect() for s in family.samples if s.name == wanted
+    )
+
+
+def test_a_directory_that_cannot_be_used_is_said_and_taken_later(valkey: LocalValkey, tmp_path: Path) -> None:
+    async def run() -> None:
+        async with local_world(valkey.url, 2 * BUNDLE_BYTES, tmp_path, DISK_BYTES) as first:
+            mine = prompt(fresh_root(), (5, 4))
+            await published(first, mine)
+            async with local_world(valkey.url, 2 * BUNDLE_BYTES, tmp_path, DISK_BYTES) as second:
+                await until(lambda: second.node.disk.why != "")
+                assert "in use by another process" in second.node.disk.why
+                assert second.node.disk.state == "unavailable"
+                await second.worker.publish(second.member, mine, range(4), (4,))
+                assert await fetched(second, mine) == 4 * 64  # without its disk
+                await first.node.disk.close()
+                await settled(second)
+                assert second.node.core.stats().disk.num_snapshots == 1
+                assert len(files_in(tmp_path)) == 5
+
+    asyncio.run(run())
+
+
+def test_without_redis_what_is_on_disk_too_makes_room_and_the_index_hears_later(tmp_path: Path) -> None:
+    server = start_local_valkey(tmp_path / "valkey")
+    root = fresh_root()
+    mine, other = prompt(root, (1, 4)), prompt(root, (2, 4))
+
+    async def run() -> None:
+        async with local_world(server.url, BUNDLE_BYTES, tmp_path / "disk", DISK_BYTES) as world:
+            await published(world, mine, other)
+            await world.node.intake.index.flush()
+            matches = [await world.worker.match(p) for p in (mine, other)]
+            world.node.core.check()
+            server.stop()
+            for p, match in zip((mine, other, mine), [*matches, matches[0]], strict=True):
+                assert (await world.worker.fetch(p, match)).tokens == 4 * 64
+                await until(lambda: world.node.core.stats().num_leases == 0)
+            await world.node.intake.index.flush()
+            assert not world.node.intake.index.reachable and world.node.intake.index.num_untold
+
+    asyncio.run(run())
+
+
+def test_two_tenants_never_meet(valkey: LocalValkey, tmp_path: Path) -> None:
+    """The same hashes under two roots: other files, other entries; one's files moved to the other are refused."""
+    mine = prompt(fresh_root(), (5, 4))
+    theirs = Prompt(secrets.token_bytes(16), mine.tokens)
+
+    async def run() -> None:
+        async with local_world(valkey.url, 2 * BUNDLE_BYTES, tmp_path, DISK_BYTES) as world:
+            await published(world, mine)
+            assert (await world.worker.match(theirs)).tokens == 0
+        folder = tmp_path / theirs.root.hex()
+        folder.mkdir()
+        for path, name in zip(sorted((tmp_path / mine.root.hex()).glob("*.block")), theirs.hashes, strict=True):
+            (folder / f"{name.hex()}.block").write_bytes(path.read_bytes())
+            (folder / path.name).write_bytes(path.read_bytes())
+        async with local_world(valkey.url, 2 * BUNDLE_BYTES, tmp_path, DISK_BYTES) as world:
+            await settled(world)
+            assert {key.root for key in world.node.core.visible()} == {mine.root}
+            assert metric(world, "disk_recovery_refused") == 8 and not files_in(folder)
+            assert await fetched(world, mine) == 4 * 64 and await fetched(world, theirs) == 0
+
+    asyncio.run(run())
