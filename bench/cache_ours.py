@@ -11,24 +11,23 @@ import secrets
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 os.environ.setdefault("UCX_MODULES", "^efa")
 
-import grpc
 import numpy as np
 from cache_loads import LEASE_BLOCKS, READ_SIZES, Load
 
 from cachestore.arena import Arena
-from cachestore.client import CHANNEL_OPTIONS, CacheClient, Offer
+from cachestore.client import CacheClient, Offer
 from cachestore.index import CacheIndex
 from cachestore.transports import Landing, Read, Slice, TransportSet, nixl_agent
 from moonrelay.children import dying_with_parent
 from moonrelay.membership import Member, Membership
-from moonrelay.stubs.v1 import cache_pb2, cache_pb2_grpc
+from moonrelay.stubs.v1 import cache_pb2
 from moonrelay.stubs.v1.common_pb2 import Peer, Span
 from moonrelay.valkey import connect
 
@@ -79,14 +78,11 @@ class Ours:
         self._beats = asyncio.create_task(self.membership.run())
         found = await self.membership.wait_for(lambda m: bool(m.members("cachestore")), time.monotonic() + DEADLINE_S)
         assert found, "the cache node did not join"
-        self._channel = grpc.aio.insecure_channel(self.node.grpc_address, options=CHANNEL_OPTIONS)
-        self._stub: Any = cache_pb2_grpc.CacheNodeStub(self._channel)
 
     async def close(self) -> None:
         self._beats.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await self._beats
-        await self._channel.close()
         await self.client.close()
         await self.transports.close()
         await self._redis.aclose()
@@ -175,15 +171,13 @@ class Ours:
         assert hit is not None and hit.tokens == len(hashes) * BLOCK_TOKENS, match
         return hit
 
-    async def lease(self, root: bytes, hashes: list[bytes], hit: Any) -> Callable[[], Awaitable[Any]]:
-        """Lease the whole hit on its node; returns what gives it back."""
-        stub = self._stub
+    async def lease(self, root: bytes, hashes: list[bytes]) -> None:
+        """Lease the whole chain on its node, and give the lease back, which travels with the next one."""
+        chain = cache_pb2.Chain(last=hashes[-1], first_block=0, count=len(hashes))
         request = cache_pb2.LeaseRequest(
-            root=root, node_epoch=self.node.epoch, snapshot=hashes[-1], ttl_ms=5_000,
-            chains=[cache_pb2.Chain(last=hashes[-1], first_block=0, count=len(hashes))],
-        )  # fmt: skip
-        reply = await stub.Lease(request)
-        return lambda: stub.Release(cache_pb2.ReleaseRequest(lease_id=reply.lease_id, fence=reply.fence))
+            root=root, node_epoch=self.node.epoch, snapshot=hashes[-1], ttl_ms=5_000, chains=[chain]
+        )
+        self.client.release(self.node, await self.client.lease(self.node, request, DEADLINE_S))
 
 
 @contextlib.asynccontextmanager

@@ -17,6 +17,7 @@ from typing import Any
 import grpc
 
 from cachestore.fetch import LEASE_TTL_MS, Fetch, FetchMiss, FetchReport, Nodes, Target
+from cachestore.lines import LineClient
 from cachestore.lookup import Kind
 from cachestore.transports import Landing, Slice, TransportSet
 from moonrelay.errors import ServeError, TransferError, Unavailable
@@ -62,10 +63,11 @@ class PublishReport:
 class _Line:
     """A node as it is dialled, and the leases of it that have ended and that it has not been told of."""
 
-    address: str
+    addresses: tuple[str, str]
     channel: grpc.aio.Channel
     stub: Any
     ended: list[cache_pb2.ReleaseRequest]
+    fast: LineClient | None
     timer: asyncio.TimerHandle | None = None
 
 
@@ -118,11 +120,10 @@ class CacheClient:
 
     async def close(self) -> None:
         for line in self._lines.values():
-            self._flush(line)
+            self._retire(line)
         for call in list(self._releases):
             with contextlib.suppress(grpc.aio.AioRpcError, asyncio.CancelledError):
                 await call
-        self._replaced += [line.channel for line in self._lines.values()]
         self._lines.clear()
         await self._close_replaced()
 
@@ -132,14 +133,20 @@ class CacheClient:
         line = self._line(node)
         request.ended.extend(line.ended)
         line.ended.clear()
+        if line.fast is not None:
+            return await line.fast.call("Lease", request, cache_pb2.LeaseReply, timeout_s)
         reply: cache_pb2.LeaseReply = await line.stub.Lease(request, timeout=timeout_s)
         return reply
 
     async def renew(self, node: Member, lease: cache_pb2.LeaseReply, timeout_s: float) -> bool:
         """Whether the lease has its time anew."""
         request = cache_pb2.RenewRequest(lease_id=lease.lease_id, fence=lease.fence)
+        line = self._line(node)
         try:
-            await self._line(node).stub.Renew(request, timeout=timeout_s)
+            if line.fast is not None:
+                await line.fast.call("Renew", request, cache_pb2.RenewReply, timeout_s)
+            else:
+                await line.stub.Renew(request, timeout=timeout_s)
         except grpc.aio.AioRpcError:
             return False
         return True
@@ -157,10 +164,19 @@ class CacheClient:
             line.timer.cancel()
             line.timer = None
         for request in line.ended:
+            if line.fast is not None:
+                line.fast.tell("Release", request)
+                continue
             call = line.stub.Release(request, timeout=RELEASE_TIMEOUT_S)
             self._releases.add(call)
             call.add_done_callback(self._releases.discard)
         line.ended.clear()
+
+    def _retire(self, line: _Line) -> None:
+        self._flush(line)
+        if line.fast is not None:
+            line.fast.close()
+        self._replaced.append(line.channel)
 
     async def _close_replaced(self) -> None:
         while self._replaced:
@@ -168,12 +184,13 @@ class CacheClient:
 
     def _line(self, member: Member) -> _Line:
         line = self._lines.get(member.instance_id)
-        if line is None or line.address != member.grpc_address:
+        addresses = (member.grpc_address, member.line_address)
+        if line is None or line.addresses != addresses:
             if line is not None:
-                self._flush(line)
-                self._replaced.append(line.channel)
+                self._retire(line)
             channel = grpc.aio.insecure_channel(member.grpc_address, options=CHANNEL_OPTIONS)
-            line = _Line(member.grpc_address, channel, cache_pb2_grpc.CacheNodeStub(channel), [])
+            fast = LineClient(member.line_address) if member.line_address else None
+            line = _Line(addresses, channel, cache_pb2_grpc.CacheNodeStub(channel), [], fast)
             self._lines[member.instance_id] = line
         return line
 

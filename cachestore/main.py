@@ -19,6 +19,7 @@ from redis.asyncio import Redis
 from cachestore.arena import Arena
 from cachestore.client import MESSAGE_BYTES_MAX
 from cachestore.index import CacheIndex
+from cachestore.lines import LineServer
 from cachestore.node.core import NodeCore
 from cachestore.node.edge import CacheNodeEdge
 from cachestore.node.index_writer import Identity
@@ -125,14 +126,17 @@ class Node:
         )  # fmt: skip
         edge = CacheNodeEdge(self.core, intake, identity, self.metrics, _die, disk)
         address = self._bind(edge)
+        lines = LineServer(edge)
+        line_address = f"{settings.advertise_host or host}:{await lines.start(host)}"
         metrics_address = self.metrics.serve(settings.metrics_listen)
         await self._server.start()
         try:
-            await self.membership.join(self._member(epoch, address, transports))
+            await self.membership.join(self._member(epoch, address, line_address, transports))
             async with asyncio.TaskGroup() as group:
                 work = (
                     self.membership.run(),
                     edge.run(self.membership),
+                    lines.run(),
                     intake.index.run(self._index_reachable),
                     disk.run(),
                     keep_warm(transports, self.membership, ("prefill", "decode", "aggregated")),
@@ -150,6 +154,7 @@ class Node:
             await intake.index.forget()
         finally:
             await self._server.stop(STOP_GRACE_S)
+            await lines.close()
             await disk.close()
             await transports.close()
         print(f"{self.instance_id} stopped", flush=True)
@@ -166,13 +171,14 @@ class Node:
             raise SettingsError(f"listen {self.settings.listen}: {error}") from None
         return f"{self.settings.advertise_host or host}:{port}"
 
-    def _member(self, epoch: int, address: str, transports: TransportSet) -> Member:
+    def _member(self, epoch: int, address: str, line_address: str, transports: TransportSet) -> Member:
         stats = self.core.stats()
         return Member(
             instance_id=self.instance_id,
             role="cachestore",
             epoch=epoch,
             grpc_address=address,
+            line_address=line_address,
             peer=transports.peer().SerializeToString(),
             load=Load(free_bytes=stats.free_bytes, capacity_bytes=stats.capacity_bytes),
         )

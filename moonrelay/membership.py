@@ -94,6 +94,7 @@ class Member(msgspec.Struct, frozen=True, kw_only=True, tag="member-1"):
     epoch: int
     grpc_address: str
     http_address: str = ""
+    line_address: str = ""  # cache nodes: leases without gRPC's share (`cachestore/lines.py`)
     fingerprint: Fingerprint | None = None
     layout: dict[str, int] | None = None
     peer: bytes = b""

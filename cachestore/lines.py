@@ -1,0 +1,287 @@
+"""Calls to a cache node over one kept socket: what a get waits for, without gRPC's share.
+
+The messages and statuses are gRPC's own (`cache.proto`), and a servicer answers both: only the way differs. A unary
+grpc.aio call costs about 0.6 ms between two processes whatever it carries, a line 0.1 ms, and a lease is asked for
+before every fetch.
+
+A frame, little-endian: magic, method (in a reply: the status), call id, timeout in ms, length, then the message
+(where the status is not OK: its words). Replies come in any order.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import struct
+import time
+from typing import Any, Final, NoReturn, TypeVar
+
+import grpc
+from google.protobuf.message import DecodeError, Message
+
+from moonrelay.errors import SettingsError
+from moonrelay.stubs.v1 import cache_pb2
+
+HEADER: Final = struct.Struct("<HHIII")
+MAGIC: Final = 0x4D4C
+REQUEST_BYTES_MAX: Final = 4 << 20
+REPLY_BYTES_MAX: Final = 8 << 20  # every span of the longest lease is 2 MiB
+CALLS_MAX: Final = 256  # in progress on one connection
+CONNECT_TIMEOUT_S: Final = 1.0
+SILENT_S: Final = 1.0  # a call that timed out after nothing was heard for so long: the connection may be dead
+METHODS: Final[tuple[tuple[str, type[Message], type[Message]], ...]] = (
+    ("Lease", cache_pb2.LeaseRequest, cache_pb2.LeaseReply),
+    ("Renew", cache_pb2.RenewRequest, cache_pb2.RenewReply),
+    ("Release", cache_pb2.ReleaseRequest, cache_pb2.ReleaseReply),
+)
+NUMBER: Final = {name: number for number, (name, _, _) in enumerate(METHODS)}
+STATUS: Final = {code.value[0]: code for code in grpc.StatusCode}
+R = TypeVar("R", bound=Message)
+
+
+class _Frames(asyncio.Protocol):
+    """Cuts what arrives into frames. A peer that breaks the form is hung up on."""
+
+    def __init__(self, bytes_max: int) -> None:
+        self._bytes_max = bytes_max
+        self._waiting = bytearray()
+        self._transport: asyncio.Transport | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        self._waiting += data
+        at = 0
+        while len(self._waiting) - at >= HEADER.size:
+            magic, word, call_id, timeout_ms, length = HEADER.unpack_from(self._waiting, at)
+            if magic != MAGIC or length > self._bytes_max:
+                self.hang_up()
+                return
+            end = at + HEADER.size + length
+            if len(self._waiting) < end:
+                break
+            self.frame(word, call_id, timeout_ms, bytes(self._waiting[at + HEADER.size : end]))
+            at = end
+        del self._waiting[:at]
+
+    def send(self, word: int, call_id: int, timeout_ms: int, body: bytes) -> None:
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.write(HEADER.pack(MAGIC, word, call_id, timeout_ms, len(body)) + body)
+
+    def close(self) -> None:
+        """End the connection once what was sent has left."""
+        if self._transport is not None:
+            self._transport.close()
+
+    def hang_up(self) -> None:
+        self._waiting.clear()
+        if self._transport is not None:
+            self._transport.abort()
+
+    def frame(self, word: int, call_id: int, timeout_ms: int, body: bytes) -> None:
+        raise NotImplementedError
+
+
+# -- the node's side -----------------------------------------------------------------------------------------------
+
+
+class _Aborted(Exception):  # how a servicer's abort leaves its method; never leaves this module
+    def __init__(self, code: grpc.StatusCode, details: str) -> None:
+        super().__init__(details)
+        self.code = code
+
+
+class _Context:
+    """As much of gRPC's context as the servicer's methods use."""
+
+    def __init__(self, timeout_ms: int) -> None:
+        self._end_s = time.monotonic() + timeout_ms / 1000
+
+    def time_remaining(self) -> float:
+        return max(0.0, self._end_s - time.monotonic())
+
+    async def abort(self, code: grpc.StatusCode, details: str) -> NoReturn:
+        raise _Aborted(code, details)
+
+
+class LineServer:
+    """Serves a `CacheNodeServicer`'s lease calls beside gRPC: listening from `start`, answering while `run` runs."""
+
+    def __init__(self, servicer: Any) -> None:
+        self.servicer = servicer
+        self.group: asyncio.TaskGroup | None = None
+        self.open: set[_ServerLine] = set()
+        self._server: asyncio.Server | None = None
+
+    async def start(self, host: str) -> int:
+        """Listen on a free port of `host`; returns it. Raises: SettingsError."""
+        try:
+            self._server = await asyncio.get_running_loop().create_server(lambda: _ServerLine(self), host, 0)
+        except OSError as error:
+            raise SettingsError(f"listen: no line on {host}: {error}") from None
+        return int(self._server.sockets[0].getsockname()[1])
+
+    async def run(self) -> None:
+        """Until cancelled; a servicer's bug ends it."""
+        try:
+            async with asyncio.TaskGroup() as self.group:
+                await asyncio.Event().wait()
+        finally:
+            self.group = None
+
+    async def close(self) -> None:
+        if self._server is not None:
+            self._server.close()
+            for line in list(self.open):
+                line.hang_up()
+            await self._server.wait_closed()
+
+
+class _ServerLine(_Frames):
+    def __init__(self, owner: LineServer) -> None:
+        super().__init__(REQUEST_BYTES_MAX)
+        self._owner = owner
+        self._calls: set[asyncio.Task[None]] = set()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        self._owner.open.add(self)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._owner.open.discard(self)
+        for call in self._calls:
+            call.cancel()
+
+    def pause_writing(self) -> None:
+        """A reader that does not take its replies is not asked for more requests."""
+        assert self._transport is not None
+        self._transport.pause_reading()
+
+    def resume_writing(self) -> None:
+        assert self._transport is not None
+        self._transport.resume_reading()
+
+    def frame(self, word: int, call_id: int, timeout_ms: int, body: bytes) -> None:
+        if self._owner.group is None:
+            self._refuse(call_id, grpc.StatusCode.UNAVAILABLE, "this node is starting or leaving")
+        elif word >= len(METHODS):
+            self._refuse(call_id, grpc.StatusCode.UNIMPLEMENTED, f"no method {word}")
+        elif len(self._calls) >= CALLS_MAX:
+            self._refuse(call_id, grpc.StatusCode.RESOURCE_EXHAUSTED, f"{CALLS_MAX} calls are in progress")
+        else:
+            call = self._owner.group.create_task(self._answer(word, call_id, timeout_ms, body))
+            self._calls.add(call)
+            call.add_done_callback(self._calls.discard)
+
+    async def _answer(self, word: int, call_id: int, timeout_ms: int, body: bytes) -> None:
+        name, request_type, _ = METHODS[word]
+        try:
+            async with asyncio.timeout(timeout_ms / 1000):
+                reply = await getattr(self._owner.servicer, name)(request_type.FromString(body), _Context(timeout_ms))
+        except DecodeError:
+            self._refuse(call_id, grpc.StatusCode.INVALID_ARGUMENT, f"not a {request_type.DESCRIPTOR.name}")
+        except _Aborted as aborted:
+            self._refuse(call_id, aborted.code, str(aborted))
+        except TimeoutError:
+            self._refuse(call_id, grpc.StatusCode.DEADLINE_EXCEEDED, "the call's deadline passed")
+        else:
+            self.send(grpc.StatusCode.OK.value[0], call_id, 0, reply.SerializeToString())
+
+    def _refuse(self, call_id: int, code: grpc.StatusCode, details: str) -> None:
+        self.send(code.value[0], call_id, 0, details.encode())
+
+
+# -- the caller's side ---------------------------------------------------------------------------------------------
+
+
+class _ClientLine(_Frames):
+    def __init__(self) -> None:
+        super().__init__(REPLY_BYTES_MAX)
+        self.waiting: dict[int, asyncio.Future[tuple[int, bytes]]] = {}
+        self.open = True
+        self.heard_s = 0.0
+
+    def frame(self, word: int, call_id: int, timeout_ms: int, body: bytes) -> None:
+        self.heard_s = time.monotonic()
+        waiter = self.waiting.pop(call_id, None)  # None: whoever asked has stopped waiting
+        if waiter is not None and not waiter.done():
+            waiter.set_result((word, body))
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.open = False
+        for waiter in self.waiting.values():
+            if not waiter.done():
+                waiter.set_result((grpc.StatusCode.UNAVAILABLE.value[0], b"the connection ended"))
+        self.waiting.clear()
+
+
+class LineClient:
+    """One node's line; connects at its first call and again after a loss. Loop thread only."""
+
+    def __init__(self, address: str) -> None:
+        self._address = address
+        self._line: _ClientLine | None = None
+        self._connecting = asyncio.Lock()
+        self._ids = itertools.count()
+
+    async def call(self, name: str, request: Message, reply_type: type[R], timeout_s: float) -> R:
+        """Raises: grpc.aio.AioRpcError, with the status and words that the same call over gRPC would have."""
+        began_s = time.monotonic()
+        try:
+            async with asyncio.timeout(timeout_s):
+                status, body = await self._exchange(NUMBER[name], request.SerializeToString(), timeout_s)
+        except TimeoutError:
+            self._doubt(began_s)
+            raise _error(grpc.StatusCode.DEADLINE_EXCEEDED, "the call's deadline passed") from None
+        except OSError as error:
+            raise _error(grpc.StatusCode.UNAVAILABLE, f"{self._address}: {error}") from None
+        code = STATUS.get(status, grpc.StatusCode.UNKNOWN)
+        if code is not grpc.StatusCode.OK:
+            raise _error(code, body.decode(errors="replace"))
+        reply: R = reply_type()
+        try:
+            reply.ParseFromString(body)
+        except DecodeError:
+            raise _error(grpc.StatusCode.INTERNAL, f"not a {reply_type.DESCRIPTOR.name}") from None
+        return reply
+
+    def tell(self, name: str, request: Message) -> None:
+        """A call whose answer nobody waits for; lost where there is no connection now."""
+        if self._line is not None and self._line.open:
+            self._line.send(NUMBER[name], next(self._ids) & 0xFFFF_FFFF, 1_000, request.SerializeToString())
+
+    def close(self) -> None:
+        """Ends what is in progress; what was told before is still sent."""
+        if self._line is not None:
+            self._line.close()
+
+    def _doubt(self, began_s: float) -> None:
+        """A host that vanished breaks no connection: one that stays silent is replaced."""
+        line = self._line
+        if line is not None and time.monotonic() - max(began_s, line.heard_s) > SILENT_S:
+            line.hang_up()
+
+    async def _exchange(self, method: int, body: bytes, timeout_s: float) -> tuple[int, bytes]:
+        line = self._line if self._line is not None and self._line.open else await self._connect()
+        call_id = next(self._ids) & 0xFFFF_FFFF
+        waiter: asyncio.Future[tuple[int, bytes]] = asyncio.get_running_loop().create_future()
+        line.waiting[call_id] = waiter
+        try:
+            line.send(method, call_id, max(1, int(timeout_s * 1000)), body)
+            return await waiter
+        finally:
+            line.waiting.pop(call_id, None)
+
+    async def _connect(self) -> _ClientLine:
+        async with self._connecting:
+            if self._line is None or not self._line.open:
+                host, _, port = self._address.rpartition(":")
+                async with asyncio.timeout(CONNECT_TIMEOUT_S):
+                    _, self._line = await asyncio.get_running_loop().create_connection(_ClientLine, host, int(port))
+            return self._line
+
+
+def _error(code: grpc.StatusCode, details: str) -> grpc.aio.AioRpcError:
+    return grpc.aio.AioRpcError(code, grpc.aio.Metadata(), grpc.aio.Metadata(), details=details)
