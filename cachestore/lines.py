@@ -261,6 +261,7 @@ class LineClient:
         """A host that vanished breaks no connection: one that stays silent is replaced."""
         line = self._line
         if line is not None and time.monotonic() - max(began_s, line.heard_s) > SILENT_S:
+            line.open = False  # at once: the next call makes a new one
             line.hang_up()
 
     async def _exchange(self, method: int, body: bytes, timeout_s: float) -> tuple[int, bytes]:
