@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 BLOCK, SNAPSHOT = "block", "snapshot"
 
 
-@dataclass(frozen=True, slots=True)
-class Key:
-    """Names an entry: the root it belongs to, its kind, its prefix hash."""
+class Key(NamedTuple):
+    """Names an entry: the root it belongs to, its kind, its prefix hash. A tuple, because books look up nothing else
+    so often and its hash is made in C."""
 
     root: bytes
     kind: str

@@ -1,28 +1,55 @@
-"""Which entries go when room is needed. Pure; O(log n) an entry, whatever else is held.
+"""Which entries go when room is needed. Pure; O(log n) an entry, whatever else is held. DESIGN.md: "Retention".
 
-An entry goes only when nothing rests on it and nothing pins it, so that pinning or using a chain's deepest entry is
-enough for the whole chain: a parent takes over its last child's recency when that child goes.
+What is kept or lost is a snapshot, with the blocks that only it needs. Its worth is
+
+    expected hits per second (`HitDensity`) x blocks of work that a hit saves / bytes that its going would free
+
+An entry goes only when nothing rests on it and nothing pins it, so that pinning a chain's deepest entry is enough for
+the whole chain. Blocks that no snapshot stands on are of use to nobody and go before anything else.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Iterable, Set
 from dataclasses import dataclass
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 
-from cachestore.entries import Key, Offer
+from cachestore.density import OCTAVES, Class, HitDensity, octave_end_s
+from cachestore.entries import SNAPSHOT, Key, Offer
+from cachestore.runs import Runs
 from moonrelay.errors import InvariantError
+
+GHOSTS_MAX = 16_384  # snapshots that left and are still watched: a few MB, and some cachefuls of time
+Rank = tuple[int, float]  # restored entries, then blocks without a snapshot, then snapshots by worth
+RESTORED, ORPHAN, WORTH = range(3)
+# How a snapshot came to be: at its prompt's end, where another prompt had left a known one, or on the way.
+END, BRANCH, INNER = range(3)
+
+
+@dataclass(slots=True, eq=False)
+class _Life:
+    """A snapshot's time since it was made or last hit; it may be a ghost's. `kind`: what it is counted as."""
+
+    key: Key
+    role: int
+    used: bool = False
+    kind: Class = ()
+    since_ms: int = 0
+    octave: int = 0
+    turn: int = 0  # how often it began anew; voids older appointments
 
 
 @dataclass(slots=True, eq=False)
 class _Kept:
     offer: Offer
     nbytes: int
-    used: int = 0  # when, on a clock that counts uses
+    life: _Life | None = None  # snapshots
     pins: int = 0
     shown: bool = False
-    queued: bool = False
+    since: int = 0  # its turn among all that were ever shown
+    restored: bool = False
+    ticket: int = 0  # its valid place in the queue; 0: it stands nowhere
 
 
 class Retention:
@@ -31,50 +58,89 @@ class Retention:
     def __init__(self) -> None:
         self._kept: dict[Key, _Kept] = {}
         self._children: Counter[Key] = Counter()  # entries resting on a key, itself here or not
-        self._queue: list[tuple[int, int, _Kept]] = []  # what could go; at most once, maybe used or dropped since
-        self._clock = 0
-        self._pushes = 0
-        self._oldest = 0
+        self._runs = Runs()
+        self._density = HitDensity()
+        self._ghosts: OrderedDict[Key, _Life] = OrderedDict()  # by the block that the snapshot followed
+        self._queue: list[tuple[Rank, int, _Kept]] = []  # what could go; void where the ticket is another
+        self._due: list[tuple[int, int, int, _Life]] = []  # (ms, number, turn): when a life reaches its next octave
+        self._now_ms = 0
+        self._count = 0
+
+    def advance(self, now_ms: int) -> None:
+        """Time has passed, on the clock of the node."""
+        self._now_ms = max(now_ms, self._now_ms)
+        while self._due and self._due[0][0] <= self._now_ms:
+            _, _, turn, life = heappop(self._due)
+            if turn == life.turn and life.octave < OCTAVES - 1:
+                life.octave += 1
+                self._density.enter(life.kind, life.octave)
+                self._appoint(life)
+                self._stand(self._kept.get(life.key))
 
     def add(self, offer: Offer, nbytes: int) -> None:
         """`nbytes` were given to an entry that is landing."""
-        self._kept[offer.key] = _Kept(offer, nbytes)
+        kept = self._kept[offer.key] = _Kept(offer, nbytes)
         if offer.parent is not None:
             self._children[offer.parent] += 1
+        if offer.key.kind != SNAPSHOT:
+            self._runs.add_block(offer, nbytes)
+        elif offer.parent is not None:
+            self._runs.add_snapshot(offer.key, offer.parent)
+            before = self._ghosts.pop(offer.parent, None)
+            if before is not None:
+                before.turn += 1
+            kept.life = _Life(offer.key, self._role(offer.parent), used=before is not None and before.used)
 
     def show(self, key: Key) -> None:
         """It has landed: it may go from now on."""
         kept = self._kept[key]
-        kept.shown = True
-        kept.used = self._tick()
-        self._enqueue(key)
+        self._count += 1
+        kept.shown, kept.since = True, self._count
+        if kept.life is not None:
+            self._begin(kept.life)
+            self._tell_above(kept)
+        self._stand(kept)
 
     def drop(self, key: Key) -> None:
-        """It is not here any more, or did not come."""
+        """It is not here any more, or did not come. At any time, whatever rests on it."""
         kept = self._kept.pop(key)
+        kept.ticket = 0
         parent = kept.offer.parent
-        if parent is None:
-            return
-        self._children[parent] -= 1
-        if not self._children[parent]:
-            del self._children[parent]
-        if parent in self._kept:
-            self._kept[parent].used = max(self._kept[parent].used, kept.used)
-            self._enqueue(parent)
+        if kept.life is not None and parent is not None:
+            self._leave(kept, kept.life, parent)
+        elif kept.life is None:
+            self._runs.drop_block(key)
+        if parent is not None:
+            self._children[parent] -= 1
+            if not self._children[parent]:
+                del self._children[parent]
+            self._stand(self._kept.get(parent))
 
     def restore(self, offer: Offer, nbytes: int) -> None:
         """It was to go and could not: it is the first to go next time."""
+        life = self._ghosts.get(offer.parent) if offer.parent is not None else None
         self.add(offer, nbytes)
         kept = self._kept[offer.key]
-        self._oldest -= 1
-        kept.shown, kept.used = True, self._oldest
-        self._enqueue(offer.key)
+        kept.shown = kept.restored = True
+        if kept.life is not None and life is not None:
+            kept.life = life
+            self._appoint(life)
+        self._stand(kept)
 
-    def touch(self, keys: Iterable[Key]) -> None:
-        """Mark entries, and so what they rest on, as used now; the deeper, the sooner they go again."""
-        here = [kept for key in keys if (kept := self._kept.get(key)) is not None and kept.shown]
-        for kept in sorted(here, key=lambda k: k.offer.rank, reverse=True):
-            kept.used = self._tick()
+    def passed(self, offers: Iterable[Offer]) -> None:
+        """A prompt with these blocks was computed: the deepest snapshot among them that left would have been hit."""
+        ghosts = [ghost for offer in offers if (ghost := self._ghosts.get(offer.key)) is not None]
+        if ghosts:
+            self._hit(ghosts[-1])
+
+    def hit(self, keys: Iterable[Key]) -> None:
+        """These snapshots are used; what else is named is used with them."""
+        for key in keys:
+            kept = self._kept.get(key)
+            if kept is not None and kept.shown and kept.life is not None:
+                kept.restored = False
+                self._hit(kept.life)
+                self._stand(kept)
 
     def pin(self, key: Key) -> None:
         """It stays until as many calls of `unpin`."""
@@ -82,10 +148,11 @@ class Retention:
 
     def unpin(self, key: Key) -> None:
         self._kept[key].pins -= 1
-        self._enqueue(key)
+        if not self._kept[key].ticket:
+            self._stand(self._kept[key])
 
     def victims(self, nbytes: int, protect: Iterable[Key] = ()) -> list[Key]:
-        """Least recently used entries of `nbytes` together, or as much as can be had; they are dropped.
+        """The least worthy entries of `nbytes` together, or as much as can be had; they are dropped.
 
         Never one that is pinned, that another entry rests on, or that `protect` rests on.
         """
@@ -94,10 +161,10 @@ class Retention:
             self.pin(key)
         found: list[Key] = []
         freed = 0
-        while freed < nbytes and (oldest := self._pop()) is not None:
-            freed += self._kept[oldest].nbytes
-            self.drop(oldest)
-            found.append(oldest)
+        while freed < nbytes and (least := self._pop()) is not None:
+            freed += least.nbytes
+            self.drop(least.offer.key)
+            found.append(least.offer.key)
         for key in protected:
             self.unpin(key)
         return found
@@ -108,35 +175,127 @@ class Retention:
             raise InvariantError("retention and the node disagree about what is here")
         if self._children != Counter(k.offer.parent for k in self._kept.values() if k.offer.parent is not None):
             raise InvariantError("children miscounted")
-        queued = Counter(kept.offer.key for _, _, kept in self._queue if self._kept.get(kept.offer.key) is kept)
+        standing = {kept.offer.key for _, ticket, kept in self._queue if ticket == kept.ticket}
         for key, kept in self._kept.items():
-            if kept.pins != pins[key] or queued[key] != kept.queued or (self._may_go(key) and not kept.queued):
-                raise InvariantError(f"{key.kind}: {kept.pins} pins, {queued[key]} times in the queue")
+            if kept.pins != pins[key] or (key in standing) != bool(kept.ticket):
+                raise InvariantError(f"{key.kind}: {kept.pins} pins, place {kept.ticket} in the queue")
+            if self._may_go(kept) and not kept.ticket:
+                raise InvariantError(f"{key.kind}: may go and stands nowhere")
+        self._runs.check(
+            {k: kept.offer.parent for k, kept in self._kept.items() if k.kind != SNAPSHOT},
+            {k: kept.offer.parent for k, kept in self._kept.items() if kept.life and kept.offer.parent},
+        )
 
-    def _may_go(self, key: Key) -> bool:
-        kept = self._kept[key]
-        return kept.shown and not kept.pins and key not in self._children
+    # A snapshot's life.
 
-    def _enqueue(self, key: Key) -> None:
-        kept = self._kept[key]
-        if not kept.queued and self._may_go(key):
-            kept.queued = True
-            self._pushes += 1
-            heappush(self._queue, (kept.used, self._pushes, kept))
+    def _role(self, block: Key) -> int:
+        """Of a snapshot that is being added: told by what stood there before."""
+        if not self._runs.goes_on(block):
+            return END
+        kept = self._kept.get(block)
+        return BRANCH if kept is not None and kept.shown else INNER
 
-    def _pop(self) -> Key | None:
-        """The least recently used entry that may go, out of the queue."""
+    def _kind(self, life: _Life, block: Key) -> Class:
+        """Its class: how it came to be, whether prompts went on from it since, whether it was ever hit."""
+        return (life.role, int(self._runs.goes_on(block)), int(life.used))
+
+    def _begin(self, life: _Life) -> None:
+        block = self._kept[life.key].offer.parent if life.key in self._kept else None
+        if block is not None:
+            life.kind = self._kind(life, block)
+        life.since_ms, life.octave = self._now_ms, 0
+        self._density.enter(life.kind, 0)
+        self._appoint(life)
+
+    def _hit(self, life: _Life) -> None:
+        self._density.hit(life.kind, life.octave)
+        life.used = True
+        self._begin(life)
+
+    def _appoint(self, life: _Life) -> None:
+        """The next octave is entered in time."""
+        life.turn += 1
+        self._count += 1
+        due_ms = life.since_ms + int(1000 * octave_end_s(life.octave))
+        heappush(self._due, (due_ms, self._count, life.turn, life))
+        if len(self._due) > 4 * (len(self._ghosts) + len(self._kept)) + 64:
+            self._due = [entry for entry in self._due if entry[2] == entry[3].turn]
+            heapify(self._due)
+
+    def _tell_above(self, kept: _Kept) -> None:
+        """The next shallower snapshot has been passed by a prompt that goes on: it is another class from now on."""
+        above = self._above(kept)
+        if above is not None and above.shown and above.life is not None and above.offer.parent is not None:
+            kind = self._kind(above.life, above.offer.parent)
+            if kind != above.life.kind:
+                above.life.kind = kind
+                self._density.enter(kind, above.life.octave)
+                self._stand(above)
+
+    def _leave(self, kept: _Kept, life: _Life, block: Key) -> None:
+        """A snapshot goes: who would have hit it will hit the one above, if it was the last of its chain."""
+        above = self._above(kept)
+        last = not self._runs.goes_on(block)
+        self._runs.drop_snapshot(block)
+        life.turn += 1
+        if not kept.shown:
+            return
+        if last and above is not None and above.shown and above.life is not None:
+            above.life.kind = life.kind
+            if life.since_ms > above.life.since_ms:
+                above.life.since_ms, above.life.octave = life.since_ms, life.octave
+                self._appoint(above.life)
+            self._stand(above)
+        self._ghosts[block] = life
+        self._appoint(life)
+        if len(self._ghosts) > GHOSTS_MAX:
+            self._ghosts.popitem(last=False)[1].turn += 1
+
+    def _above(self, kept: _Kept) -> _Kept | None:
+        """The next shallower snapshot of its chain."""
+        run = self._runs.at(kept.offer.parent) if kept.offer.parent is not None else None
+        at = run.above if run is not None else None
+        while at is not None and at.snapshot is None:
+            at = at.above
+        return self._kept.get(at.snapshot) if at is not None and at.snapshot is not None else None
+
+    # The queue.
+
+    def _rank(self, kept: _Kept) -> Rank:
+        if kept.restored:
+            return (RESTORED, -self._count)
+        run = self._runs.at(kept.offer.parent) if kept.life is not None and kept.offer.parent is not None else None
+        if run is None or kept.life is None:
+            return (ORPHAN, kept.since)
+        saves_from, nbytes = run.worth()
+        saved = max(0, kept.offer.depth - saves_from)
+        return (WORTH, self._density.density(kept.life.kind, kept.life.octave) * saved / (nbytes + kept.nbytes))
+
+    def _may_go(self, kept: _Kept) -> bool:
+        return kept.shown and not kept.pins and kept.offer.key not in self._children
+
+    def _stand(self, kept: _Kept | None) -> None:
+        """Take a place in the queue, a new one if it had one."""
+        if kept is None or not self._may_go(kept):
+            return
+        self._count += 1
+        kept.ticket = self._count
+        heappush(self._queue, (self._rank(kept), kept.ticket, kept))
+        if len(self._queue) > 4 * len(self._kept) + 64:
+            self._queue = [place for place in self._queue if place[1] == place[2].ticket]
+            heapify(self._queue)
+
+    def _pop(self) -> _Kept | None:
+        """The least worthy entry that may go, out of the queue."""
         while self._queue:
-            used, _, kept = heappop(self._queue)
-            key = kept.offer.key
-            kept.queued = False
-            if self._kept.get(key) is not kept:
+            rank, ticket, kept = heappop(self._queue)
+            if ticket != kept.ticket:
                 continue
-            if used == kept.used and self._may_go(key):
-                return key
-            self._enqueue(key)  # used since, or not to go now: then it comes back when that changes
+            kept.ticket = 0
+            if not self._may_go(kept):
+                continue  # it stands again when that changes
+            if rank[0] == WORTH and self._queue and self._rank(kept) > max(rank, self._queue[0][0]):
+                self._stand(kept)  # worth more since, because of others
+                continue
+            return kept
         return None
-
-    def _tick(self) -> int:
-        self._clock += 1
-        return self._clock

@@ -114,7 +114,6 @@ class CacheNode(Member):
             spans = {offer.key: spans for offer, spans in request.entries}
             yield from self._pull(request, new, spans)
         visible = [*admission.new, *admission.already_there]
-        self.core.touch(visible)
         try:
             yield from self._write_index(request.root, visible)
         except AWAY as error:

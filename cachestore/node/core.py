@@ -33,6 +33,8 @@ class NodeCore(Ledger):
         already: list[Key] = []
         landing: list[Key] = []
         refused: list[Key] = []
+        self._retention.passed(offers)
+        self._disk.retention.passed(offers)
         for offer in offers:
             held = self._entries.get(offer.key)
             if held is not None:
@@ -71,12 +73,6 @@ class NodeCore(Ledger):
 
     def release_quarantine(self, number: int) -> None:
         self._pages.free(self._quarantine.pop(number))
-
-    def touch(self, keys: Iterable[Key]) -> None:
-        """Mark entries and everything they rest on as used now; the deeper, the sooner they go again."""
-        used = list(keys)
-        self._retention.touch(used)
-        self._disk.retention.touch(used)
 
     # Eviction.
 
@@ -301,13 +297,15 @@ class NodeCore(Ledger):
             entry = self._entries.get(key)
             if entry is None or entry.state not in IN_MEMORY:
                 return key
+        self._end_quiet(now_ms)
         lease = self._leases.grant(keys, ttl_ms, now_ms)
         if lease is not None:
             for key in keys:
                 self._retention.pin(key)
                 if self._entries[key].state is State.HOST:
                     self._disk.want(key, used=True)
-            self.touch(keys)
+            self._retention.hit(keys)
+            self._disk.retention.hit(keys)
         return lease
 
     def regions(self, key: Key) -> tuple[Region, ...]:

@@ -69,7 +69,6 @@ class Intake:
         finally:
             self._pulls.release()
         visible = [*admission.new, *admission.already_there]
-        self._core.touch(visible)
         try:
             # Known entries too: the index may have lost them.
             await self.index.write(visible)

@@ -120,6 +120,9 @@ class Ledger:
         return max(0, sum(self._pages.rounded(nbytes) for nbytes in sizes) - self._pages.free_bytes)
 
     def _end_quiet(self, now_ms: int) -> None:
+        """It is `now_ms`: last transfers have ended, entries have aged."""
+        self._retention.advance(now_ms)
+        self._disk.retention.advance(now_ms)
         for key in self._leases.take_quiet(now_ms):
             self._retention.unpin(key)
 
