@@ -5,10 +5,15 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Literal, Protocol
 
-from cachestore.client import CacheClient, Offer
+from redis.asyncio import Redis
+
+from cachestore.client import CacheClient, FetchReport, Offer
+from cachestore.device_entries import DeviceEntries
+from cachestore.index import CacheIndex
 from cachestore.transports import Landing, Slice, TransportSet
 from moonrelay.errors import TransferError, Unavailable
 from moonrelay.membership import Member, Membership
@@ -19,12 +24,26 @@ Extent = tuple[int, int, int]  # pool, offset, length
 Outcome = Literal["stored", "already_there", "refused", "in_progress", "failed", "no_node"]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Restored:
+    """What the cache gave. `xxh3`: each restored block's checksum, verified; None where it came in pieces."""
+
+    usage: common_pb2.CacheUsage
+    xxh3: tuple[int | None, ...] = ()
+
+
 class Observer(Protocol):
     """Who counts."""
 
     def fetched(self, transport: str, nbytes: int) -> None: ...
 
     def published(self, outcome: Outcome, entries: int) -> None: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Life:
+    instance_id: str
+    epoch: int
 
 
 class WorkerCache:
@@ -36,7 +55,9 @@ class WorkerCache:
         membership: Membership,
         transfer_ms: Callable[[int], int],
         observer: Observer,
+        device: DeviceEntries | None = None,
     ) -> None:
+        self.device = device  # None: the index is not told what this worker keeps
         self.transports = transports
         self.peer = transports.peer()
         self._client = CacheClient(transports, membership)
@@ -55,13 +76,19 @@ class WorkerCache:
         membership: Membership,
         transfer_ms: Callable[[int], int],
         observer: Observer,
+        redis: Redis | None = None,
     ) -> WorkerCache:
-        """Register `pools` (address and length by id) once and start. Raises: Unavailable."""
+        """Register `pools` (address and length by id) once and start. Raises: Unavailable.
+
+        With `redis`, run `device.run()` beside: it tells the index what this worker keeps.
+        """
         transports = TransportSet.open(instance_id, epoch, host, transport, advertise)
         for pool, (address, length) in pools.items():
             transports.register(pool, address, length)
         await transports.start()
-        return cls(transports, membership, transfer_ms, observer)
+        life = _Life(instance_id=instance_id, epoch=epoch)
+        device = DeviceEntries(CacheIndex(redis), life) if redis is not None else None
+        return cls(transports, membership, transfer_ms, observer, device)
 
     @property
     def note(self) -> str:
@@ -83,24 +110,39 @@ class WorkerCache:
         rows: Sequence[Extent],
         state: Extent,
         landing: Landing,
-    ) -> common_pb2.CacheUsage:
-        """Bring the hit into `rows` and `state`: all of it, or 0 cached tokens and why.
+    ) -> Restored:
+        """Bring the hit, or where that fails an alternative of it, into `rows` and `state`: whole, or nothing.
 
-        The memory is the caller's again once `landing` is not pending, also where this is cancelled.
+        `usage.lost` says what is missing of the hit, and why. The memory is the caller's again once `landing` is not
+        pending, also where this is cancelled.
         """
         nbytes = sum(length for _, _, length in (*rows, state))
         deadline_s = time.monotonic() + self._transfer_ms(nbytes) / 1000
         report = await self._client.fetch(
             hit, root, hashes, [Slice(*extent) for extent in rows], Slice(*state), deadline_s, landing
         )
-        if report.miss_reason is not None:
-            failure = common_pb2.MissReason.Value(f"MISS_REASON_{report.miss_reason.upper()}")
-            return common_pb2.CacheUsage(miss_reason=failure)
-        self._observer.fetched(report.transport, report.bytes)
-        remote = self._remote_tokens(hit)
-        return common_pb2.CacheUsage(
-            cached_tokens=report.tokens, cached_host=report.tokens - remote, cached_remote=remote
+        if report.tokens:
+            self._observer.fetched(report.transport, report.bytes)
+        return Restored(usage=self._usage(hit, report), xxh3=report.xxh3)
+
+    def _usage(self, hit: worker_pb2.CacheHit, report: FetchReport) -> common_pb2.CacheUsage:
+        """Cached tokens by tier, and the hit's lost ones with their reason."""
+        usage = common_pb2.CacheUsage(
+            cached_tokens=report.tokens, matchable_tokens=hit.matchable_tokens, seen_tokens=hit.seen_tokens
         )
+        size = hit.tokens // hit.snapshot.first_block if hit.snapshot.first_block else 0
+        for place in report.places:
+            tokens = place.blocks * size
+            if common_pb2.Peer.FromString(place.node.peer).host_id != self.peer.host_id:
+                usage.cached_remote += tokens
+            elif place.on_disk:
+                usage.cached_disk += tokens
+            else:
+                usage.cached_host += tokens
+        if report.miss_reason is not None:
+            usage.miss_reason = common_pb2.MissReason.Value(f"MISS_REASON_{report.miss_reason.upper()}")
+            usage.lost.add(reason=usage.miss_reason, tokens=hit.tokens - report.tokens)
+        return usage
 
     async def store(
         self,
@@ -147,21 +189,20 @@ class WorkerCache:
         self._observer.published("refused", report.refused)
         self._observer.published("in_progress", report.in_progress)
 
+    def announce(self, root: bytes, hashes: Sequence[bytes], first: int, end: int, snapshots: Sequence[int]) -> None:
+        """See `DeviceEntries`."""
+        if self.device is not None:
+            self.device.announce(root, hashes, first, end, snapshots)
+
+    def withdraw(self, root: bytes, blocks: Sequence[bytes], snapshots: Sequence[bytes]) -> None:
+        if self.device is not None:
+            self.device.withdraw(root, blocks, snapshots)
+
     async def close(self) -> None:
+        if self.device is not None:
+            await self.device.forget()
         await self._client.close()
         await self.transports.close()
-
-    def _remote_tokens(self, hit: worker_pb2.CacheHit) -> int:
-        """How many of the hit's tokens came from other hosts."""
-        total = hit.snapshot.end_block
-        tokens_per_block = hit.tokens // total
-        remote = 0
-        for run in hit.runs:
-            node = self._membership.find(run.node_id, run.node_epoch)
-            host = common_pb2.Peer.FromString(node.peer).host_id if node is not None else ""
-            if host != self.peer.host_id:
-                remote += (run.end_block - run.first_block) * tokens_per_block
-        return remote
 
 
 def choose_node(

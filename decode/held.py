@@ -30,6 +30,17 @@ class NothingHeld:
         return self._memory.try_reserve(tokens), 0
 
 
+class DeviceTier:
+    """What finished turns have left in the worker's own memory."""
+
+    def __init__(self, memory: Memory) -> None:
+        self._memory = memory
+
+    def reserve(self, tokens: int, root: bytes, hashes: Sequence[bytes]) -> tuple[Holding, int]:
+        holding = self._memory.try_reserve(tokens, hashes=hashes)  # the hashes come from `root`
+        return holding, holding.reservation.shared
+
+
 def held_prefix(root: bytes, hashes: Sequence[bytes], num_blocks: int) -> Held | None:
     """How the first `num_blocks` blocks are named to their owner."""
     if not num_blocks:

@@ -10,7 +10,7 @@ from cachestore.prompt_cache import WorkerCache
 from cachestore.transports.warm import keep_warm
 from decode.core import ReaderTable
 from decode.edge import DecodeEdge
-from decode.held import NothingHeld
+from decode.held import DeviceTier
 from decode.metrics import ReaderMetrics
 from decode.owners import Owners
 from decode.reader import Identity, Reader
@@ -65,6 +65,8 @@ async def assemble(worker: Worker) -> DecodeService:
     assert isinstance(settings, DecodeSettings)
     cache = await WorkerCache.open(**cache_arguments(worker))
     prompts = build_prompts(worker, cache)
+    if cache.device is not None:
+        worker.spawn(cache.device.run())
     worker.spawn(keep_warm(cache.transports, worker.membership, ("prefill", "cachestore")))
     worker.spawn(Pairs(worker.metrics, worker.membership, worker.instance_id, worker.epoch, "reader").run())
     table = ReaderTable()
@@ -82,7 +84,7 @@ async def assemble(worker: Worker) -> DecodeService:
         table,
         cache.transports,
         owners,
-        NothingHeld(worker.memory),
+        DeviceTier(worker.memory),
         metrics,
         identity=identity,
         timing=settings.timing(),

@@ -118,8 +118,11 @@ class Engine:
 
     def holders(self, block: int) -> int:
         """How many hold it: reservations that contain it, and retains."""
+        return self.holders_of((block,))[0]
+
+    def holders_of(self, blocks: Iterable[int]) -> list[int]:
         with self._wake:
-            return self._core.ledger.holders(block)
+            return [self._core.ledger.holders(block) for block in blocks]
 
     def submit(self, spec: SequenceSpec, reservation: Reservation, emit: Emit) -> None:
         """Queue a sequence; its events reach `emit` on the engine's thread, one of Finished and Failed last.

@@ -58,6 +58,8 @@ async def assemble(worker: Worker) -> PrefillService:
     assert isinstance(settings, PrefillSettings)
     cache = await WorkerCache.open(**cache_arguments(worker))
     prompts = build_prompts(worker, cache)
+    if cache.device is not None:
+        worker.spawn(cache.device.run())
     worker.spawn(keep_warm(cache.transports, worker.membership, ("cachestore",)))
     worker.spawn(Pairs(worker.metrics, worker.membership, worker.instance_id, worker.epoch, "owner").run())
     table = HandoffTable(settings.timing())

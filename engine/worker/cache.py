@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from engine.worker.memory import Extent
+from engine.worker.memory import Announcer, Extent
 from moonrelay.stubs.v1 import common_pb2, worker_pb2
 
 
@@ -18,7 +18,17 @@ class Landing(Protocol):
     async def ended(self) -> None: ...
 
 
-class PromptCache(Protocol):
+class Restored(Protocol):
+    """What the cache gave, and each restored block's checksum where it has one."""
+
+    @property
+    def usage(self) -> common_pb2.CacheUsage: ...
+
+    @property
+    def xxh3(self) -> Sequence[int | None]: ...
+
+
+class PromptCache(Announcer, Protocol):
     """Expected losses are return values."""
 
     def checked_span(self, pool: int, offset: int, length: int) -> common_pb2.Span:
@@ -37,8 +47,8 @@ class PromptCache(Protocol):
         rows: Sequence[Extent],
         state: Extent,
         landing: Any,
-    ) -> common_pb2.CacheUsage:
-        """The cached tokens by tier: all of the hit's; or none, and why."""
+    ) -> Restored:
+        """All of the hit, or of a shallower alternative, or nothing; what is missing is in `usage.lost`, with why."""
         ...
 
     async def store(

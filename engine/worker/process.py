@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Final, Protocol
 
 import grpc
+from redis.asyncio import Redis
 
 from engine.engine import Engine, exit_process
 from engine.worker.cache import PromptCache
@@ -36,6 +37,7 @@ from moonrelay.valkey import check_policy, connect
 
 log = logging.getLogger(__name__)
 WATCH_S: Final = 0.25  # how fresh the load in the heartbeats is
+READS_BY: Final = {"auto": ("nixl", "tcp"), "nixl": ("nixl",), "tcp": ("tcp",)}
 STOP_GRACE_S: Final = 0.5  # for calls to notice that they were cancelled
 # After a pass the engine's thread takes the GIL back from the event loop; at Python's 5 ms that costs whole steps.
 SWITCH_INTERVAL_S: Final = 0.0005
@@ -55,6 +57,7 @@ class Worker:
     memory: Memory
     metrics: WorkerMetrics
     membership: Membership
+    redis: Redis
     gate: Gate
     spawn: Spawn
 
@@ -117,6 +120,8 @@ async def _until_signalled(process: Process, assemble: Assemble) -> None:
 
 def build_prompts(worker: Worker, cache: PromptCache) -> PromptRunner:
     settings = worker.settings
+    if settings.cache:
+        worker.memory.announcer = cache
     return PromptRunner(
         worker.engine,
         worker.memory,
@@ -141,6 +146,7 @@ def cache_arguments(worker: Worker) -> dict[str, Any]:
         "membership": worker.membership,
         "transfer_ms": worker.settings.timing().transfer_ms,
         "observer": worker.metrics,
+        "redis": worker.redis if worker.settings.cache and worker.settings.device_share else None,
     }
 
 
@@ -187,6 +193,7 @@ class Process:
                     memory=memory,
                     metrics=metrics,
                     membership=membership,
+                    redis=redis,
                     gate=Gate(exit_process),
                     spawn=lambda work: self._spawn(group, work),
                 )
@@ -225,8 +232,8 @@ class Process:
         loop, settings = asyncio.get_running_loop(), self.settings
         metrics = WorkerMetrics(self.source, self.model.name)
         engine = Engine(self.model.backend, settings.engine(), observer=metrics)
-        memory = Memory(engine, waiting_max=settings.queue_len_max)
-        metrics.watch(engine.stats, lambda: memory.num_waiting, settings.block_tokens)
+        memory = Memory(engine, waiting_max=settings.queue_len_max, kept_share=settings.device_share)
+        metrics.watch(memory.stats, lambda: memory.num_waiting, settings.block_tokens)
         metrics.on_memory_freed = lambda: loop.call_soon_threadsafe(memory.serve_waiting)
         engine.start()
         return engine, memory, metrics
@@ -242,6 +249,8 @@ class Process:
             peer=service.peer.SerializeToString(),
             model=self.model.name,
             max_context=self.model.max_context,
+            readable_by=_readable_by(service.peer),
+            reads_by=READS_BY[self.settings.transport],
             state="ready",
             load=_load(worker),
         )
@@ -250,6 +259,7 @@ class Process:
         """Fresh load for the heartbeats; once whenever work has ended, the books must balance."""
         while True:
             await asyncio.sleep(WATCH_S)
+            worker.memory.recount()
             worker.membership.update(load=_load(worker))
             idle = service.check() == 0
             leaked_blocks, leaked_slots = worker.memory.leaked()
@@ -257,6 +267,7 @@ class Process:
             worker.metrics.leaked_slots.set(leaked_slots)
             if idle and not self._was_idle:
                 worker.engine.check()
+                worker.memory.check()
             elif idle and (leaked_blocks or leaked_slots):
                 log.error("memory leaked", extra={"blocks": leaked_blocks, "state_slots": leaked_slots})
             self._was_idle = idle
@@ -299,8 +310,12 @@ class Process:
         return task
 
 
+def _readable_by(peer: common_pb2.Peer) -> tuple[str, ...]:
+    return ("nixl",) * bool(peer.nixl_name) + ("tcp",) * bool(peer.tcp_address)
+
+
 def _load(worker: Worker) -> Load:
-    stats = worker.engine.stats()
+    stats = worker.memory.stats()
     return Load(
         free_blocks=stats.free_blocks,
         num_blocks=stats.num_blocks,

@@ -11,12 +11,14 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from engine.api import EngineEvent, SequenceSpec, SnapshotTaken
 from engine.engine import Engine
+from engine.worker.bundles import Found
 from engine.worker.cache import PromptCache
-from engine.worker.memory import Extent, Holding, Memory
+from engine.worker.memory import Extent, Holding, Memory, Want
 from engine.worker.metrics import WorkerMetrics
 from engine.worker.sums import BlockSums
 from engine.worker.turn import Bundle, Turn, TurnPrompt
@@ -25,18 +27,28 @@ from moonrelay.stubs.v1 import common_pb2
 
 log = logging.getLogger(__name__)
 Spawn = Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]]
+COPY_INLINE_BYTES = 4 << 20  # some 0.4 ms: a hand-over to a thread that waits its turn costs as much
 MakeSpan = Callable[[int, int, int], common_pb2.Span]  # pool, offset, length
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Restored:
+    """What a prompt need not compute, and the checksums of its blocks where a transfer or an owner has made them."""
+
+    usage: common_pb2.CacheUsage = field(default_factory=common_pb2.CacheUsage)
+    xxh3: Sequence[int | None] = ()
 
 
 class PromptRun:
     """One prompt in the engine. Made by `PromptRunner.run`."""
 
-    def __init__(
-        self, runner: PromptRunner, prompt: Prompt, holding: Holding, restored: common_pb2.CacheUsage
-    ) -> None:
-        self.prompt, self.holding, self.restored = prompt, holding, restored
+    def __init__(self, runner: PromptRunner, prompt: Prompt, holding: Holding, restored: Restored) -> None:
+        self.prompt, self.holding, self.restored = prompt, holding, restored.usage
         self.began_s = time.monotonic()
         self.turn = runner.turn(prompt.request_id, holding, prompt.turn)
+        for index, xxh3 in enumerate(restored.xxh3):
+            if xxh3 is not None:
+                self.turn.sums.know(index, xxh3)
         self._runner = runner
 
     async def events(self) -> list[EngineEvent]:
@@ -136,8 +148,9 @@ class PromptRunner:
         prompt, first = run.prompt, run.restored.cached_tokens // self.block_tokens
         full = len(prompt.ids) // self.block_tokens
         taken = run.turn.take_snapshots()
-        if prompt.store and (first < full or taken):
-            offer = Bundle(hit=prompt.hit, root=prompt.root, hashes=prompt.hashes, first=first, end=full)
+        if prompt.store:
+            new = first < full or bool(taken)
+            offer = Bundle(hit=prompt.hit, root=prompt.root, hashes=prompt.hashes, first=first, end=full, publish=new)
             self.spawn(self._background(self._offer(offer, run.turn.sums, taken, run.holding.share())))
         else:
             self._drop(taken)
@@ -174,19 +187,29 @@ class PromptRunner:
     def close(self) -> None:
         self._hasher.shutdown(wait=True)
 
-    async def _restore(self, prompt: Prompt, tokens: int, deadline_s: float) -> tuple[Holding, common_pb2.CacheUsage]:
-        """Memory for the prompt with what the cache had of it; other memory where a failed fetch may still land."""
-        holding = await self.memory.reserve(tokens, deadline_s)
+    async def _restore(self, prompt: Prompt, tokens: int, deadline_s: float) -> tuple[Holding, Restored]:
+        """Memory for the prompt with what is kept here or in the cache of it, whichever is deeper; other memory where
+        a failed fetch may still land."""
+        hit_blocks = 0 if prompt.hit is None else prompt.hit.tokens // self.block_tokens
+        want = Want(
+            tokens=tokens,
+            write_back=prompt.turn is not None,
+            hashes=prompt.hashes[: (len(prompt.ids) - 1) // self.block_tokens],
+            blocks_min=max(1, hit_blocks),
+            snapshots=len(prompt.snapshot_at),
+        )
+        holding = await self.memory.reserve(want, deadline_s)
+        if holding.found is not None:
+            return holding, await self._take(holding, holding.found)
         if prompt.hit is None:
-            return holding, common_pb2.CacheUsage()
+            return holding, Restored()
         if self._cache is None:
-            return holding, common_pb2.CacheUsage(miss_reason=common_pb2.MISS_REASON_TIER_ERROR)
+            return holding, Restored(usage=common_pb2.CacheUsage(miss_reason=common_pb2.MISS_REASON_TIER_ERROR))
         landing, restored = self._cache.landing(), None
-        rows = holding.rows(0, prompt.hit.tokens // self.block_tokens)
         try:
             with self.metrics.fetch_seconds.time():
                 restored = await self._cache.restore(
-                    prompt.hit, prompt.root, prompt.hashes, rows, holding.state(), landing
+                    prompt.hit, prompt.root, prompt.hashes, holding.rows(0, hit_blocks), holding.state(), landing
                 )
         finally:
             pending = landing.pending
@@ -194,7 +217,27 @@ class PromptRunner:
                 self.quarantine(holding, landing.ended())
             if pending or restored is None:
                 holding.drop()
-        return (await self.memory.reserve(tokens, deadline_s) if pending else holding), restored
+        if pending:
+            holding = await self.memory.reserve(replace(want, hashes=()), deadline_s)
+        return holding, Restored(usage=restored.usage, xxh3=restored.xxh3)
+
+    async def _take(self, holding: Holding, found: Found) -> Restored:
+        """A bundle kept here: its rows are shared as they are, its snapshot is copied to the sequence's own slot."""
+        assert found.slot is not None
+        source, target = found.slot, holding.reservation.slot
+        if self.memory.slot_bytes <= COPY_INLINE_BYTES:
+            self.engine.pools.copy_state(source, target)
+        else:
+            copied = asyncio.get_running_loop().run_in_executor(None, self.engine.pools.copy_state, source, target)
+            try:
+                await asyncio.shield(copied)
+            except asyncio.CancelledError:
+                self.quarantine(holding, copied, lambda: self.memory.untake(holding))
+                holding.drop()
+                raise
+        self.memory.untake(holding)
+        tokens = len(found.blocks) * self.block_tokens
+        return Restored(usage=common_pb2.CacheUsage(cached_tokens=tokens, cached_device=tokens), xxh3=found.xxh3)
 
     async def _write_back(self, turn: Turn) -> None:
         try:
@@ -208,16 +251,19 @@ class PromptRunner:
             turn.holding.drop()
 
     async def _offer(self, bundle: Bundle, sums: BlockSums, taken: Sequence[SnapshotTaken], holding: Holding) -> None:
-        """Publish, unless enough publishes run already; then give the snapshots and the memory back."""
+        """Keep it here; publish it, unless enough publishes run already; then give snapshots and memory back."""
         try:
-            if self._cache is None:
+            depths = [(s.tokens // self.block_tokens, s.slot) for s in taken]
+            known = [sums.known(index) for index in range(bundle.end)]
+            self.memory.keep(holding, bundle.root, bundle.hashes[: bundle.end], known, depths)
+            if self._cache is None or not bundle.publish:
                 return
             if self._publishing >= self._publish_inflight_max:
                 self.metrics.publish_skipped.labels("busy").inc()
                 return
             self._publishing += 1
             try:
-                await self._publish(self._cache, bundle, sums, taken)
+                await self._publish(self._cache, bundle, sums, depths)
             finally:
                 self._publishing -= 1
         finally:
@@ -225,13 +271,13 @@ class PromptRunner:
             holding.drop()
 
     async def _publish(
-        self, cache: PromptCache, bundle: Bundle, sums: BlockSums, taken: Sequence[SnapshotTaken]
+        self, cache: PromptCache, bundle: Bundle, sums: BlockSums, snapshots: Sequence[tuple[int, int]]
     ) -> None:
-        blocks = zip(range(bundle.first, bundle.end), await sums.spans(bundle.first, bundle.end), strict=True)
-        snapshots = [
-            (s.tokens // self.block_tokens, await self.checked(self.memory.slot_parts(s.slot))) for s in taken
-        ]
-        await cache.store(bundle.hit, bundle.root, bundle.hashes, list(blocks), snapshots)
+        blocks = list(zip(range(bundle.first, bundle.end), await sums.spans(bundle.first, bundle.end), strict=True))
+        for index, span in blocks:
+            self.memory.bundles.learn(bundle.hashes[index], span.xxh3)
+        states = [(depth, await self.checked(self.memory.slot_parts(slot))) for depth, slot in snapshots]
+        await cache.store(bundle.hit, bundle.root, bundle.hashes, blocks, states)
 
     def _drop(self, taken: Sequence[SnapshotTaken]) -> None:
         for snapshot in taken:

@@ -37,6 +37,9 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     prefill_share_tokens: int = 128
     max_batch_sequences: int = 32
     queue_len_max: int = 256  # waiting for memory, and again for a place in the batch
+    device_share: float = (
+        0.5  # of the pools: what finished prompts and turns may keep until somebody needs it; 0: off
+    )
     writeback: Literal["on", "off", "adaptive"] = "adaptive"  # see EngineSettings
     admission_wait_ms: int = 30_000  # the longest a prompt waits for memory
 
@@ -51,6 +54,8 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         for name in ("admission_wait_ms", "drain_timeout_ms", "threads", "publish_inflight_max"):
             if getattr(self, name) < 0:
                 raise SettingsError(f"{name} must not be negative, found {getattr(self, name)}")
+        if not 0 <= self.device_share <= 1:
+            raise SettingsError(f"device_share must lie in [0, 1], found {self.device_share}")
         self.timing()
         self.engine()
 

@@ -62,12 +62,14 @@ def turn_prompt(request: worker_pb2.AdoptRequest, *, prompt_tokens: int, block_t
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bundle:
-    """What is offered to the cache: blocks [first, end) of a chain, and snapshots at or below `end`."""
+    """What is kept of a chain, blocks [0, end) and snapshots in it; blocks [first, end) and the snapshots are new to
+    the cache nodes, and with `publish` offered to them."""
 
     root: bytes
     hashes: Sequence[PrefixHash]
     first: int
     end: int
+    publish: bool
     hit: worker_pb2.CacheHit | None = None
 
 
@@ -124,17 +126,18 @@ class Turn:
     def bundle(self, block_tokens: int) -> Bundle | None:
         """What the turn adds to its prompt: blocks that hold only tokens it keeps, and hold them already.
 
-        None where it failed, or adds nothing.
+        Without a snapshot nobody could go on from them: they are kept here, where they save a transfer, but not
+        published. None where the turn failed.
         """
         if self.prompt is None or self.finished is None:
             return None
         first, kept = len(self.prompt.hashes), self.prompt.num_tokens(block_tokens) + len(self.ids)
         end = min(kept, self.finished.tokens_in_state) // block_tokens
-        kept_snapshots = [s for s in self.snapshots if s.tokens <= end * block_tokens]
-        if end <= first and not kept_snapshots:
-            return None
+        publish = any(snapshot.tokens <= end * block_tokens for snapshot in self.snapshots)
         hashes = self.prompt.continued(self.ids, block_tokens)[:end]
-        return Bundle(root=self.prompt.root, hashes=hashes, first=first, end=end, hit=self.prompt.hit)
+        return Bundle(
+            root=self.prompt.root, hashes=hashes, first=min(first, end), end=end, publish=publish, hit=self.prompt.hit
+        )
 
     def take_snapshots(self, tokens_max: int | None = None) -> list[SnapshotTaken]:
         """Those kept aside, at most `tokens_max` deep; from now on the caller's to give back."""

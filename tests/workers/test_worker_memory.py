@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from engine.worker.memory import ROWS_POOL, STATE_POOL, Memory
+from engine.worker.memory import ROWS_POOL, STATE_POOL, Memory, Want
 from moonrelay.errors import InvariantError, Overloaded, RequestTooLarge
 
 
@@ -29,9 +29,9 @@ def test_first_come_first_served_even_where_a_later_one_would_fit(make_engine):
     async def scenario():
         engine, memory = memory_over(make_engine)
         most = memory.try_reserve(3 * 64)
-        big = asyncio.create_task(memory.reserve(4 * 64, soon()))
+        big = asyncio.create_task(memory.reserve(Want(tokens=4 * 64), soon()))
         await settle()
-        small = asyncio.create_task(memory.reserve(64, soon()))
+        small = asyncio.create_task(memory.reserve(Want(tokens=64), soon()))
         await settle()
         assert memory.num_waiting == 2 and engine.stats().free_blocks == 1
         with pytest.raises(Overloaded):
@@ -53,9 +53,9 @@ def test_who_waits_too_long_is_refused_and_those_behind_move_up(make_engine):
     async def scenario():
         engine, memory = memory_over(make_engine)
         held = memory.try_reserve(3 * 64)
-        late = asyncio.create_task(memory.reserve(4 * 64, asyncio.get_running_loop().time() + 0.01))
+        late = asyncio.create_task(memory.reserve(Want(tokens=4 * 64), asyncio.get_running_loop().time() + 0.01))
         await settle()
-        behind = asyncio.create_task(memory.reserve(64, soon()))
+        behind = asyncio.create_task(memory.reserve(Want(tokens=64), soon()))
         with pytest.raises(Overloaded, match="in time"):
             await late
         (await behind).drop()
@@ -69,7 +69,7 @@ def test_memory_handed_to_a_waiter_that_is_cancelled_at_that_moment_comes_back(m
     async def scenario():
         engine, memory = memory_over(make_engine)
         held = memory.try_reserve(4 * 64)
-        waiter = asyncio.create_task(memory.reserve(64, soon()))
+        waiter = asyncio.create_task(memory.reserve(Want(tokens=64), soon()))
         await settle()
         held.drop()
         memory.serve_waiting()  # its future is set, its task has not run yet
@@ -85,12 +85,12 @@ def test_the_queue_has_a_maximum_and_the_impossible_is_refused_at_once(make_engi
     async def scenario():
         _, memory = memory_over(make_engine, waiting_max=1)
         with pytest.raises(RequestTooLarge):
-            await memory.reserve(5 * 64, soon())
+            await memory.reserve(Want(tokens=5 * 64), soon())
         held = memory.try_reserve(4 * 64)
-        waiting = asyncio.create_task(memory.reserve(64, soon()))
+        waiting = asyncio.create_task(memory.reserve(Want(tokens=64), soon()))
         await settle()
         with pytest.raises(Overloaded):
-            await memory.reserve(64, soon())
+            await memory.reserve(Want(tokens=64), soon())
         held.drop()
         memory.serve_waiting()
         (await waiting).drop()
