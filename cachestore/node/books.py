@@ -70,6 +70,7 @@ class DiskStats:
     num_blocks: int = 0  # on disk, in memory or not; being written too
     num_snapshots: int = 0
     num_waiting: int = 0  # to be written
+    num_writing: int = 0
     promoted: int = 0
     demoted: int = 0  # left memory, stayed on disk
     evicted: int = 0  # files
@@ -102,6 +103,7 @@ class DiskBooks:
         self.to_delete: list[tuple[Key, int]] = []
         self.waiting: OrderedDict[Key, bool] = OrderedDict()  # whether it, or what rests on it, was ever leased
         self._count = {BLOCK: 0, SNAPSHOT: 0}
+        self.num_writing = 0
         self.promoted = self.demoted = self.evicted = 0
 
     @property
@@ -142,6 +144,7 @@ class DiskBooks:
             num_blocks=self._count[BLOCK],
             num_snapshots=self._count[SNAPSHOT],
             num_waiting=len(self.waiting),
+            num_writing=self.num_writing,
             promoted=self.promoted,
             demoted=self.demoted,
             evicted=self.evicted,

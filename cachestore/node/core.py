@@ -188,6 +188,7 @@ class NodeCore(Ledger):
         entry.state = after(entry.state, Event.WRITE)
         self._disk.take(entry, file_bytes)
         self._disk.waiting.pop(key, None)
+        self._disk.num_writing += 1
         self.hold([key])
         return True
 
@@ -196,6 +197,7 @@ class NodeCore(Ledger):
         entry.state = after(entry.state, Event.WRITTEN)
         entry.sums = tuple((r.length, r.xxh3) for r in entry.regions)
         self._disk.retention.show(key)
+        self._disk.num_writing -= 1
         self.let_go([key])
 
     def unwritten(self, key: Key, *, again: bool) -> None:
@@ -203,6 +205,7 @@ class NodeCore(Ledger):
         entry = self._in_state(key, State.WRITING)
         entry.state = after(entry.state, Event.UNWRITTEN)
         self._disk.give(entry, kept=True, exists=False)
+        self._disk.num_writing -= 1
         self.let_go([key])
         if again:
             self._disk.want(key, used=True)

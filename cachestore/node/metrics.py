@@ -115,6 +115,7 @@ def _tiers(now: NodeStats) -> Iterator[GaugeMetricFamily | CounterMetricFamily]:
     for name, value, about in (
         ("disk_deleting_bytes", disk.deleting_bytes, "Files on their way out"),
         ("disk_waiting_entries", disk.num_waiting, "Entries that are to be written"),
+        ("disk_writing_entries", disk.num_writing, "Entries that are being written"),
     ):
         yield GaugeMetricFamily(f"moonrelay_cache_{name}", about, value=value)
     for name, value, about in (

@@ -1,0 +1,140 @@
+"""A node's disk with real processes: killed, restarted on its directory, stopped cleanly, started beside another."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+import urllib.request
+from pathlib import Path
+
+import pytest
+from cache_world import NodeProcess, Prompt, Worker, prompt, worker_in
+from tests_cachestore import soon
+
+from cachestore.main import main
+from moonrelay.errors import SettingsError
+from moonrelay.membership import Member
+from moonrelay.valkey import LocalValkey
+
+pytestmark = pytest.mark.cluster
+
+
+async def shown(node: NodeProcess, *lines: str) -> None:
+    """Wait until the node's metrics show all of these lines."""
+    address, deadline_s = node.info()["metrics"], soon(20)
+
+    def get() -> str:
+        with urllib.request.urlopen(f"http://{address}/metrics", timeout=5) as answer:
+            return answer.read().decode()
+
+    text = ""
+    while any(line not in text for line in lines):
+        assert time.monotonic() < deadline_s, f"{lines} in\n{text}\n{node.output()}"
+        text = await asyncio.to_thread(get)
+
+
+async def stored(worker: Worker, member: Member, mine: Prompt) -> None:
+    assert (await worker.publish(member, mine, range(5), (5,))).stored == 6
+
+
+async def fetched(worker: Worker, mine: Prompt) -> tuple[int, str | None]:
+    report = await worker.fetch(mine, await worker.match(mine))
+    return report.tokens, report.miss_reason
+
+
+def test_a_killed_node_has_its_files_again_and_serves_no_altered_one(valkey: LocalValkey, tmp_path: Path) -> None:
+    cluster, root, disk = secrets.token_hex(4), secrets.token_bytes(16), tmp_path / "disk"
+    flags = ("--transport", "tcp", "--disk-dir", str(disk), "--disk-bytes", "64_000_000", "--dram-bytes", "2_000_000")
+    first, second, third = (prompt(root, (token, 5)) for token in (10, 11, 12))
+
+    async def run() -> None:
+        node = NodeProcess(valkey.url, cluster, tmp_path, *flags)
+        async with worker_in(valkey.url, cluster, "tcp") as (worker, membership):
+            try:
+                member = await node.ready(membership)
+                for mine in (first, second):
+                    await stored(worker, member, mine)
+                await shown(
+                    node, 'tier_snapshots{tier="disk"} 2.0', "disk_waiting_entries 0.0", "disk_writing_entries 0.0"
+                )
+                await asyncio.to_thread(node.kill)
+                node.log.close()
+
+                altered = disk / root.hex() / f"{second.hashes[2].hex()}.block"
+                data = bytearray(altered.read_bytes())
+                data[-9] ^= 4
+                altered.write_bytes(data)
+                torn = disk / root.hex() / f"{'ab' * 16}.snapshot"
+                torn.write_bytes(data[:5_000])
+                (disk / root.hex() / f"{'cd' * 16}.block.part").write_bytes(data)
+
+                node = NodeProcess(valkey.url, cluster, tmp_path, *flags)
+                reborn = await node.ready(membership, after_epoch=member.epoch)
+                await shown(
+                    node, 'disk_state{state="ready"} 1.0', "disk_recovery_kept 12.0", "disk_recovery_refused 1.0",
+                    "disk_recovery_unfinished 1.0",
+                )  # fmt: skip
+                match = await worker.match(first)
+                assert (match.tokens, dict(match.by_tier)) == (320, {"disk": 320})
+                assert await fetched(worker, first) == (320, None)
+                tokens, reason = await fetched(worker, second)
+                assert tokens == 0 and reason is not None
+                await shown(node, 'disk_refused_entries_total{reason="altered"} 1.0')
+                assert not altered.exists() and not torn.exists()
+                assert await fetched(worker, first) == (320, None)
+                await shown(node, "moonrelay_cache_leases 0.0", "moonrelay_cache_quarantined_bytes 0.0")
+
+                # Told to stop, it writes out what it has not yet written.
+                await stored(worker, reborn, third)
+                assert await asyncio.to_thread(node.terminate) == 0, node.output()
+                assert len(list((disk / third.root.hex()).glob("*.snapshot"))) == 3
+                assert "Traceback" not in node.output()
+            finally:
+                node.close()
+
+    asyncio.run(run())
+
+
+def test_a_second_process_on_the_directory_says_so_and_serves(valkey: LocalValkey, tmp_path: Path) -> None:
+    cluster, disk = secrets.token_hex(4), tmp_path / "disk"
+    flags = ("--transport", "tcp", "--disk-dir", str(disk), "--disk-bytes", "64_000_000", "--dram-bytes", "2_000_000")
+    homes = [tmp_path / name for name in ("a", "b")]
+
+    async def run() -> None:
+        nodes = []
+        async with worker_in(valkey.url, cluster, "tcp") as (worker, membership):
+            try:
+                for home, name in zip(homes, ("cachestore-0", "cachestore-1"), strict=True):
+                    home.mkdir()
+                    nodes.append(NodeProcess(valkey.url, cluster, home, *flags, "--instance-id", name))
+                    wanted = len(nodes)
+                    joined = await membership.wait_for(
+                        lambda m, wanted=wanted: len(m.members("cachestore")) == wanted, soon(30)
+                    )
+                    assert joined, nodes[-1].output()
+                await shown(nodes[0], 'disk_state{state="ready"} 1.0')
+                await shown(nodes[1], 'disk_state{state="unavailable"} 1.0')
+                assert "in use by another process" in nodes[1].output()
+                [other] = [m for m in membership.members("cachestore") if m.instance_id == "cachestore-1"]
+                mine = prompt(secrets.token_bytes(16), (5, 5))
+                await stored(worker, other, mine)
+                assert await fetched(worker, mine) == (320, None)
+            finally:
+                for node in nodes:
+                    node.close()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        (["--disk-bytes", "5_000_000"], "disk_dir"),
+        (["--disk-dir", "/somewhere"], "disk_bytes"),
+        (["--disk-dir", "/somewhere", "--disk-bytes", "-1"], "disk_bytes"),
+    ],
+)
+def test_disk_settings_that_cannot_work_are_named(flags: list[str], named: str) -> None:
+    with pytest.raises(SettingsError, match=f"^{named}: expected"):
+        main(["--redis-url", "redis://127.0.0.1:1", *flags])
