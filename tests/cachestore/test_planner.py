@@ -63,8 +63,15 @@ def test_the_interval_lies_on_the_same_positions_for_every_prompt():
     assert chosen([(900, 1)], 1_000, Known(), settings) == [
         (256, INTERVAL), (512, INTERVAL), (768, INTERVAL), (896, MESSAGE),
     ]  # fmt: skip
-    assert chosen([], 1_000, Known(320, 320), settings) == [(512, INTERVAL), (768, INTERVAL)]
-    assert chosen([], 1_000, Known(256, 512), settings) == [(512, BRANCH), (768, INTERVAL)]
+    assert chosen([], 1_000, Known(320, 320), settings)[:2] == [(512, INTERVAL), (768, INTERVAL)]
+    assert chosen([], 1_000, Known(256, 512), settings)[:2] == [(512, BRANCH), (768, INTERVAL)]
+
+
+def test_a_long_stretch_is_also_kept_short_of_its_end():
+    settings = PlannerSettings(interval_tokens=2_048)  # so a stretch of 512 is long, and 128 is short of its end
+    assert chosen([(999, 1)], 1_000, Known(), settings) == [(832, INTERVAL), (960, MESSAGE)]
+    assert chosen([(999, 1)], 1_000, Known(448, 448), settings) == [(832, INTERVAL), (960, MESSAGE)]
+    assert chosen([(999, 1)], 1_000, Known(512, 512), settings) == [(960, MESSAGE)]
 
 
 def test_a_turn_after_one_shot_messages_is_not_kept():
