@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
 from typing import Final, cast
 
 from redis.asyncio import Redis
 
-from cachestore.index import CacheIndex
+from cachestore.index import CacheIndex, Tenant
 from moonrelay.ids import InstanceId, PrefixHash
 from moonrelay.membership import Member, Membership
+from moonrelay.prefix import Fingerprint
 from moonrelay.stubs.v1 import common_pb2
 from moonrelay.valkey import FAILURES, raise_if_cancelled
 from router.core import Worker, WorkerKey, WorkerRole
@@ -37,13 +39,22 @@ class MemberFleet:
         found = [(self._worker(member), member.load.waiting + member.load.running) for member in members]
         return [replace(worker, busy=busy) for worker, busy in found if worker is not None]
 
+    def present(self) -> Set[WorkerKey] | None:
+        if self._membership.stale_since is not None:
+            return None
+        members = [m for role in ROLES for m in self._membership.members(role)]
+        return {(InstanceId(member.instance_id), member.epoch) for member in members}
+
     async def changed(self, until_s: float) -> None:
         before = self._signature(self._membership)
         deadline_s = time.monotonic() + until_s - asyncio.get_running_loop().time()
         await self._membership.wait_for(lambda now: self._signature(now) != before, deadline_s)
 
-    def _signature(self, membership: Membership) -> list[tuple[str, int, str]]:
-        return [(m.instance_id, m.epoch, m.state) for role in ROLES for m in membership.members(role)]
+    def _signature(self, membership: Membership) -> tuple[bool, list[tuple[str, int, str]]]:
+        members: list[tuple[str, int, str]] = [
+            (m.instance_id, m.epoch, m.state) for role in ROLES for m in membership.members(role)
+        ]
+        return membership.stale_since is None, members
 
     def _worker(self, member: Member) -> Worker | None:
         """The member's unchanging part; one that could not understand our tokens is passed over."""
@@ -94,13 +105,23 @@ class ClusterIndex:
         self._membership = membership
         self._timeout_s = timeout_s
         self._indexes: dict[int, CacheIndex] = {}
+        self._random = random.Random()
 
-    async def match(self, root: bytes, hashes: Sequence[PrefixHash], block_tokens: int, prompt_tokens: int) -> Match:
-        nodes = self._membership.members("cachestore")
-        index = self._indexes.setdefault(block_tokens, CacheIndex(self._redis, block_tokens))
+    async def match(
+        self, root: bytes, hashes: Sequence[PrefixHash], fingerprint: Fingerprint, tenant: str, prompt_tokens: int
+    ) -> Match:
+        membership = self._membership
+        if membership.stale_since is not None:
+            return cold(prompt_tokens, "tier_error")  # known to be away: nobody waits to find out
+        nodes = list(membership.members("cachestore"))
+        self._random.shuffle(nodes)  # of replicas the first gives the hit
+        workers = [m for role in ROLES for m in membership.members(role) if m.fingerprint == fingerprint]
+        index = self._index(fingerprint.block_tokens)
         try:
             async with asyncio.timeout(self._timeout_s):
-                found = await index.match(root, hashes, prompt_tokens, nodes)
+                found = await index.match(
+                    root, hashes, prompt_tokens, nodes, workers=workers, tenant=Tenant.of(fingerprint, tenant)
+                )
         except FAILURES as error:
             log.warning("cache index out of reach", extra={"reason": type(error).__name__})
             return cold(prompt_tokens, "tier_error")
@@ -110,4 +131,12 @@ class ClusterIndex:
             matchable_tokens=found.matchable_tokens,
             lost=tuple(found.lost),
             hit=found.hit(),
+            seen_tokens=found.seen_tokens,
+            disk_tokens=found.by_tier.get("disk", 0),
+            kept={(InstanceId(one.instance_id), one.epoch): one.tokens for one in found.devices},
         )
+
+    def _index(self, block_tokens: int) -> CacheIndex:
+        if block_tokens not in self._indexes:
+            self._indexes[block_tokens] = CacheIndex(self._redis, block_tokens)
+        return self._indexes[block_tokens]

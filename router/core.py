@@ -1,9 +1,10 @@
-"""What the router decides: where snapshots go, which workers serve, what a prompt lost. No I/O, clock or chance."""
+"""What the router decides: which workers serve, and what a prompt lost. No I/O, clock or chance."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Final, Literal
 
 from moonrelay.ids import InstanceId
@@ -25,8 +26,7 @@ LOST_REASONS: Final = (
     "tier_error",
     "remainder",
 )
-# A head of this many blocks is worth a snapshot of its own: shorter ones are recomputed faster than fetched.
-HEAD_BLOCKS_MIN: Final = 4
+UNKNOWN: Final = ("cold", "diverged")  # blocks that the index has never seen
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +63,9 @@ class Load:
 
 
 NO_LOAD: Final = Load()
+# Differences below this part of the price are not worth a herd: otherwise whoever holds the system prompt that all
+# share would get every request of a quiet hour.
+TIE: Final = 0.05
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,14 +80,31 @@ class CostModel:
     sequence_s: float = 0.04
     same_host_bytes_per_s: float = 5e9
     other_host_bytes_per_s: float = 1e9
+    restore_s: float = 2e-3  # a lease and a read, however small
+    store_bytes_per_s: float = 5e9
+    disk_bytes_per_s: float = 1e9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Need:
-    """A request as placement sees it. `computed_tokens`: prompt tokens that no cache hit saves."""
+    """A request as placement sees it.
+
+    `hit_tokens`: what the cache nodes have of the prompt, `disk_tokens` of it on disk; `kept`: how deep the bundles
+    of this prompt go that workers have themselves.
+    """
 
     prompt_tokens: int
-    computed_tokens: int
+    hit_tokens: int = 0
+    disk_tokens: int = 0
+    kept: Mapping[WorkerKey, int] = field(default_factory=dict)
+
+    def restores(self, worker: Worker) -> bool:
+        """Whether it must fetch: its own bundle is used where that is as deep, and needs no transfer."""
+        return self.hit_tokens > self.kept.get(worker.key, 0)
+
+    def computed_tokens(self, worker: Worker) -> int:
+        """Prompt tokens that no cache saves it."""
+        return max(1, self.prompt_tokens - max(self.hit_tokens, self.kept.get(worker.key, 0)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,17 +138,9 @@ def choose(
 ) -> Plan | None:
     """The cheapest way to serve `need` outside `avoid`; aggregated workers go first. None: there is no way.
 
-    Equal costs go to whoever was chosen longest ago, so that requests coming one at a time spread as well.
+    Prices that hardly differ go to whoever was chosen longest ago, so that requests coming one at a time spread.
     """
     able = [w for w in workers if w.key not in avoid and (fingerprint is None or w.fingerprint == fingerprint)]
-
-    def rank(plan: Plan) -> tuple[float, int, tuple[WorkerKey, ...]]:
-        cost = sum(_waiting_s(w, loads.get(w.key, NO_LOAD), need, costs) for w in plan.workers)
-        if plan.prefill is not None:
-            cost += handoff_s(plan.prefill, plan.decode, need.prompt_tokens, costs)
-        last = sum(loads.get(w.key, NO_LOAD).chosen_at for w in plan.workers)
-        return (cost, last, tuple(w.key for w in plan.workers))
-
     alone = [Plan(prefill=None, decode=w) for w in able if w.role == "aggregated"]
     pairs = [
         Plan(prefill=p, decode=d)
@@ -137,49 +149,93 @@ def choose(
         for d in able
         if d.role == "decode" and d.fingerprint == p.fingerprint
     ]
-    return min(alone or pairs, key=rank, default=None)
+    prices = [(price_s(plan, loads, need, costs), plan) for plan in alone or pairs]
+    if not prices:
+        return None
+    limit = min(price for price, _ in prices) * (1 + TIE)
+
+    def rank(priced: tuple[float, Plan]) -> tuple[int, float, tuple[WorkerKey, ...]]:
+        price, plan = priced
+        last = sum(loads.get(w.key, NO_LOAD).chosen_at for w in plan.workers)
+        return (last, price, tuple(w.key for w in plan.workers))
+
+    return min((priced for priced in prices if priced[0] <= limit), key=rank)[1]
 
 
-def handoff_s(prefill: Worker, decode: Worker, prompt_tokens: int, costs: CostModel) -> float:
-    """Price of a handoff: the fixed state and every token's rows over the link between the two hosts."""
+def price_s(plan: Plan, loads: Mapping[WorkerKey, Load], need: Need, costs: CostModel) -> float:
+    """Seconds to the first token and into decode: both queues, what must be fetched and computed, and the handoff."""
+    first = plan.decode if plan.prefill is None else plan.prefill
+    waiting = sum(_waiting_s(w, loads.get(w.key, NO_LOAD), need, costs) for w in plan.workers)
+    handoff = 0.0 if plan.prefill is None else handoff_s(plan.prefill, plan.decode, need, costs)
+    return waiting + restore_s(first, need, costs) + need.computed_tokens(first) * costs.prompt_token_s + handoff
+
+
+def restore_s(worker: Worker, need: Need, costs: CostModel) -> float:
+    """What fetching the hit costs this worker: the fixed state and the rows, by the tier they are in."""
+    if not need.restores(worker):
+        return 0.0
+    near = worker.state_bytes + (need.hit_tokens - need.disk_tokens) * worker.row_bytes
+    disk = need.disk_tokens * worker.row_bytes
+    return costs.restore_s + near / costs.store_bytes_per_s + disk / costs.disk_bytes_per_s
+
+
+def handoff_s(prefill: Worker, decode: Worker, need: Need, costs: CostModel) -> float:
+    """Price of a handoff: the fixed state, and the rows that decode does not hold, over the link between hosts."""
     near = prefill.host_id == decode.host_id and prefill.host_id != ""
     per_s = costs.same_host_bytes_per_s if near else costs.other_host_bytes_per_s
-    return (prefill.state_bytes + prompt_tokens * prefill.row_bytes) / per_s
+    moved = need.prompt_tokens - min(need.prompt_tokens, need.kept.get(decode.key, 0))
+    return (prefill.state_bytes + moved * prefill.row_bytes) / per_s
 
 
 def _waiting_s(worker: Worker, load: Load, need: Need, costs: CostModel) -> float:
     """How long work would wait for this worker. What other routers gave it is known only as a count."""
     others = max(0, worker.busy - load.sequences)
-    prompts = (load.prompt_tokens + others * need.computed_tokens) * costs.prompt_token_s
+    prompts = (load.prompt_tokens + others * (need.prompt_tokens - need.hit_tokens)) * costs.prompt_token_s
     sequences = (load.sequences + others) * costs.sequence_s
     if worker.role == "prefill":
         return prompts
     return sequences if worker.role == "decode" else prompts + sequences
 
 
-def plan_snapshots(
-    hints: Iterable[tuple[int, int]], prompt_tokens: int, block_tokens: int, hit_tokens: int
-) -> tuple[int, ...]:
-    """Token counts after which prefill keeps the state: kinds 0 and 1 of DESIGN section 4.
+def name_retokenised(
+    lost: Iterable[tuple[str, int]], hit_tokens: int, spans: Iterable[tuple[int, int]], block_tokens: int
+) -> tuple[tuple[str, int], ...]:
+    """The index's losses, with the reason `retokenised` for what earlier turns generated in other ids.
 
-    `hints`: (offset in tokens, kind). Only a boundary that the computation passes can be kept, so none lies at or
-    below `hit_tokens`; the last token must be computed to have logits, so none lies above prompt_tokens - 1.
+    `lost` runs from the hit upwards; `spans`: [start, end) in tokens, ascending. The index can only call such blocks
+    unknown; the first of them begins before the span.
     """
-    chosen = set()
-    for offset, kind in hints:
-        boundary = min(offset, prompt_tokens - 1) // block_tokens * block_tokens
-        if boundary > hit_tokens and (kind == 1 or boundary >= HEAD_BLOCKS_MIN * block_tokens):
-            chosen.add(boundary)
-    return tuple(sorted(chosen))
+    named: list[tuple[str, int]] = []
+    at = hit_tokens
+    ranges = [(start // block_tokens * block_tokens, end) for start, end in spans]
+    for reason, tokens in lost:
+        end = at + tokens
+        cuts = {at, end}
+        if reason in UNKNOWN:
+            cuts |= {min(max(edge, at), end) for one in ranges for edge in one}
+        for low, high in pairwise(sorted(cuts)):
+            inside = reason in UNKNOWN and any(start <= low < stop for start, stop in ranges)
+            word = "retokenised" if inside else reason
+            if named and named[-1][0] == word:
+                named[-1] = (word, named[-1][1] + high - low)
+            else:
+                named.append((word, high - low))
+        at = end
+    return tuple(named)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheAccount:
-    """What the cache gave a prompt and where the rest went. cached + lost = prompt tokens."""
+    """What the cache gave a prompt and where the rest went. cached + lost = prompt tokens.
+
+    `matchable_tokens`: how deep blocks are, snapshot or not; `possible_tokens`: how deep they are or were known, as
+    an unlimited cache on the same grid would still have them. cached <= matchable <= possible.
+    """
 
     prompt_tokens: int
     cached_tokens: int
     matchable_tokens: int
+    possible_tokens: int
     by_tier: tuple[tuple[str, int], ...]
     lost: tuple[tuple[str, int], ...]
 
@@ -194,6 +250,7 @@ def account(
     prompt_tokens: int,
     hit_tokens: int,
     matchable_tokens: int,
+    seen_tokens: int,
     index_lost: Sequence[tuple[str, int]],
     restored: Mapping[str, int],
     worker_reason: str | None,
@@ -220,6 +277,7 @@ def account(
         prompt_tokens=prompt_tokens,
         cached_tokens=cached,
         matchable_tokens=max(matchable_tokens, cached),
+        possible_tokens=max(seen_tokens, matchable_tokens, cached),
         by_tier=tuple(restored.items()),
         lost=tuple(lost),
     )

@@ -9,6 +9,7 @@ from typing import Any, Final, cast
 
 import grpc
 import grpc.aio
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from moonrelay.errors import (
     ContextLengthExceeded,
@@ -20,7 +21,7 @@ from moonrelay.errors import (
 )
 from moonrelay.prefix import Fingerprint
 from moonrelay.stubs.v1 import common_pb2, worker_pb2, worker_pb2_grpc
-from router.core import Worker, WorkerKey
+from router.core import CacheAccount, Worker, WorkerKey
 from router.output import SampledToken
 
 MESSAGE_BYTES_MAX: Final = 64 << 20  # a million ids are 3 MB, their hashes at most 1 MB
@@ -66,12 +67,21 @@ Background = Callable[[Coroutine[Any, Any, None]], None]
 
 @dataclass(slots=True)
 class _Line:
-    """A channel and how many calls use it."""
+    """A channel, how many use it or wait for it, and the calls on it. `gone`: the worker has stopped living."""
 
+    worker: Worker
     channel: grpc.aio.Channel
     prefill: worker_pb2_grpc.PrefillWorkerStub
     decode: worker_pb2_grpc.DecodeWorkerStub
+    health: health_pb2_grpc.HealthStub
     calls: int = 0
+    running: set[Any] = field(default_factory=set)
+    gone: bool = False
+
+    def lost_under_call(self) -> bool:
+        """Whether a cancelled call was cancelled because the worker is gone, and not because its request is."""
+        task = asyncio.current_task()
+        return self.gone and not (task is not None and task.cancelling())
 
 
 @dataclass(slots=True)
@@ -97,6 +107,11 @@ class WorkerStream:
         except StopAsyncIteration:
             self.ended = True
             raise WorkerLost(f"{self.worker.instance_id} ended its answer too early", self.worker) from None
+        except asyncio.CancelledError:
+            if not self.line.lost_under_call():
+                raise
+            self.ended = True
+            raise WorkerLost(f"{self.worker.instance_id} shows no sign of life", self.worker) from None
 
     async def drain(self) -> None:
         """Let the call end by itself after its last message, so that the worker does not see a cancelled one."""
@@ -111,6 +126,7 @@ class WorkerStream:
 
     def close(self) -> None:
         self.line.calls -= 1
+        self.line.running.discard(self.call)
         self.call.cancel()
 
 
@@ -123,25 +139,46 @@ class Workers:
         self._background = background
         self._lines: dict[WorkerKey, _Line] = {}
 
-    async def reserve(self, worker: Worker, request_id: str, prompt_tokens: int, max_tokens: int) -> str:
-        """Set rows and a slot aside; returns the reservation's id. Raises: NoRoom, WorkerLost."""
+    async def reserve(self, worker: Worker, request: worker_pb2.ReserveRequest) -> str:
+        """Set rows and a slot aside; returns the reservation's id. One that nobody waits for any more is given back.
+
+        Raises: NoRoom, WorkerLost.
+        """
         line = await self._connected(worker)
-        request = worker_pb2.ReserveRequest(
-            request_id=request_id,
-            prompt_tokens=prompt_tokens,
-            max_tokens=max_tokens,
-            fingerprint=fingerprint_proto(worker.fingerprint),
-        )
-        line.calls += 1
+        answer: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._background(self._reserve(worker, line, request, answer))
         try:
-            reply = await line.decode.Reserve(request, timeout=self._rpc_timeout_s)
+            return await answer
+        except asyncio.CancelledError:
+            if answer.done() and not answer.cancelled() and answer.exception() is None:
+                self.release_reservation(worker, answer.result())  # it came in the moment that ended the wait
+            raise
+
+    async def _reserve(
+        self, worker: Worker, line: _Line, request: worker_pb2.ReserveRequest, answer: asyncio.Future[str]
+    ) -> None:
+        call = line.decode.Reserve(request, timeout=self._rpc_timeout_s)
+        line.calls += 1
+        line.running.add(call)
+        try:
+            reservation_id = str((await call).reservation_id)
         except grpc.aio.AioRpcError as error:
-            if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
-                raise WorkerLost(f"{worker.instance_id} did not answer Reserve", worker) from None
-            raise fault(worker, error) from None
+            lost = WorkerLost(f"{worker.instance_id} did not answer Reserve", worker)
+            late = error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+            _fail(answer, lost if late else fault(worker, error))
+        except asyncio.CancelledError:
+            if not line.lost_under_call():
+                answer.cancel()
+                raise
+            _fail(answer, WorkerLost(f"{worker.instance_id} shows no sign of life", worker))
+        else:
+            if answer.cancelled():
+                self.release_reservation(worker, reservation_id)
+            else:
+                answer.set_result(reservation_id)
         finally:
             line.calls -= 1
-        return str(reply.reservation_id)
+            line.running.discard(call)
 
     async def prefill(self, worker: Worker, request: worker_pb2.PrefillRequest, timeout_s: float) -> WorkerStream:
         line = await self._connected(worker)
@@ -167,9 +204,38 @@ class Workers:
         request = worker_pb2.ReleaseReservationRequest(reservation_id=reservation_id)
         self._background(self._release(worker, "ReleaseReservation", request))
 
-    def release_handoff(self, worker: Worker, manifest: worker_pb2.Manifest) -> None:
-        request = worker_pb2.ReleaseHandoffRequest(handoff_id=manifest.handoff_id, fence=manifest.fence)
+    def release_handoff(self, worker: Worker, handoff_id: str, fence: int) -> None:
+        request = worker_pb2.ReleaseHandoffRequest(handoff_id=handoff_id, fence=fence)
         self._background(self._release(worker, "ReleaseHandoff", request))
+
+    def in_use(self) -> dict[WorkerKey, Worker]:
+        """The workers that calls run on, or wait for."""
+        return {key: line.worker for key, line in self._lines.items() if line.calls}
+
+    async def alive(self, worker: Worker, timeout_s: float) -> bool:
+        """Whether the process answers at all, serving or not."""
+        line = self._line(worker)
+        line.calls += 1
+        try:
+            await line.health.Check(health_pb2.HealthCheckRequest(), timeout=timeout_s)
+        except grpc.aio.AioRpcError as error:
+            # A status of its own is a sign of life, too.
+            return error.code() in (grpc.StatusCode.UNIMPLEMENTED, grpc.StatusCode.NOT_FOUND)
+        finally:
+            line.calls -= 1
+        return True
+
+    def abandon(self, worker: Worker) -> None:
+        """End every call to a worker that no longer lives, as WorkerLost for whoever reads it.
+
+        Should it come back it finds its calls cancelled, and a new channel serves it.
+        """
+        line = self._lines.pop(worker.key, None)
+        if line is not None:
+            line.gone = True
+            for call in list(line.running):
+                call.cancel()
+            self._background(line.channel.close())
 
     def prune(self, live: Set[WorkerKey]) -> None:
         """Close channels to workers that are gone, once no call uses them."""
@@ -194,6 +260,7 @@ class Workers:
 
     def _stream(self, worker: Worker, line: _Line, call: Any) -> WorkerStream:
         line.calls += 1
+        line.running.add(call)
         return WorkerStream(worker, call, line)
 
     def _line(self, worker: Worker) -> _Line:
@@ -202,7 +269,7 @@ class Workers:
             channel = grpc.aio.insecure_channel(worker.address, options=CHANNEL_OPTIONS)
             prefill = worker_pb2_grpc.PrefillWorkerStub(channel)
             decode = worker_pb2_grpc.DecodeWorkerStub(channel)
-            line = _Line(channel, prefill, decode)
+            line = _Line(worker, channel, prefill, decode, health_pb2_grpc.HealthStub(channel))
             self._lines[worker.key] = line
         return line
 
@@ -253,6 +320,11 @@ def fault(worker: Worker, error: grpc.aio.AioRpcError) -> ServeError:
             return WorkerLost(f"{worker.instance_id} failed: {code.name}: {details}", worker)
 
 
+def _fail(answer: asyncio.Future[str], error: ServeError) -> None:
+    if not answer.done():
+        answer.set_exception(error)
+
+
 def fingerprint_proto(fingerprint: Fingerprint) -> common_pb2.Fingerprint:
     return common_pb2.Fingerprint(**{name: getattr(fingerprint, name) for name in fingerprint.__struct_fields__})
 
@@ -282,6 +354,21 @@ def restored_by_tier(cache: common_pb2.CacheUsage) -> dict[str, int]:
     }
 
 
+def cache_proto(account: CacheAccount) -> common_pb2.CacheUsage:
+    tiers = dict(account.by_tier)
+    return common_pb2.CacheUsage(
+        cached_tokens=account.cached_tokens,
+        cached_device=tiers["device"],
+        cached_host=tiers["host"],
+        cached_disk=tiers["disk"],
+        cached_remote=tiers["remote"],
+        matchable_tokens=account.matchable_tokens,
+        miss_reason=_reason_proto(account.miss_reason),
+        lost=[common_pb2.LostTokens(reason=_reason_proto(why), tokens=tokens) for why, tokens in account.lost],
+        seen_tokens=account.possible_tokens,
+    )
+
+
 def miss_reason_name(reason: int) -> str | None:
     """The closed word for a wire value; None where nothing was lost."""
     if reason == common_pb2.MISS_REASON_UNSPECIFIED:
@@ -289,6 +376,6 @@ def miss_reason_name(reason: int) -> str | None:
     return common_pb2.MissReason.Name(reason).removeprefix("MISS_REASON_").lower()  # type: ignore[no-any-return]
 
 
-def miss_reason_proto(reason: str | None) -> common_pb2.MissReason:
+def _reason_proto(reason: str | None) -> common_pb2.MissReason:
     name = "UNSPECIFIED" if reason is None else reason.upper()
     return cast(common_pb2.MissReason, common_pb2.MissReason.Value(f"MISS_REASON_{name}"))

@@ -2,25 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass, field
 from typing import Final, Protocol
 
 from moonrelay.ids import PrefixHash
+from moonrelay.prefix import Fingerprint
 from moonrelay.stubs.v1 import worker_pb2
-from router.core import Worker, WorkerRole
+from router.core import Worker, WorkerKey, WorkerRole
 
 ROLES: Final[tuple[WorkerRole, ...]] = ("prefill", "decode", "aggregated")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Match:
-    """What the index holds of a prompt. tokens + lost = prompt tokens; `hit` is None where tokens is 0."""
+    """What the index holds of a prompt. tokens + lost = prompt tokens; `hit` is None where tokens is 0.
+
+    `seen_tokens`: how deep the prompt's blocks are or were known; `disk_tokens`: of the hit's; `kept`: how deep the
+    bundles of it go that workers have themselves.
+    """
 
     tokens: int
     matchable_tokens: int
     lost: tuple[tuple[str, int], ...]
     hit: worker_pb2.CacheHit | None
+    seen_tokens: int = 0
+    disk_tokens: int = 0
+    kept: Mapping[WorkerKey, int] = field(default_factory=dict)
 
 
 class Fleet(Protocol):
@@ -28,13 +36,19 @@ class Fleet(Protocol):
 
     def workers(self) -> Sequence[Worker]: ...
 
+    def present(self) -> Set[WorkerKey] | None:
+        """All workers that show signs of life, draining ones too; None while nobody can say."""
+        ...
+
     async def changed(self, until_s: float) -> None:
         """Return when the view has changed, or at `until_s` (the loop's clock)."""
         ...
 
 
 class Index(Protocol):
-    async def match(self, root: bytes, hashes: Sequence[PrefixHash], block_tokens: int, prompt_tokens: int) -> Match:
+    async def match(
+        self, root: bytes, hashes: Sequence[PrefixHash], fingerprint: Fingerprint, tenant: str, prompt_tokens: int
+    ) -> Match:
         """One lookup. An index that cannot be asked is a miss for the reason `tier_error`, never an error."""
         ...
 

@@ -59,7 +59,13 @@ def usage_body(result: Result, call: Call) -> dict[str, Any]:
         "completion_tokens_details": {"reasoning_tokens": result.reasoning_tokens},
     }
     if call.explain:
-        usage["moonrelay"] = {"request_id": call.request_id, **asdict(result.served)}
+        usage["moonrelay"] = {
+            "request_id": call.request_id,
+            **asdict(result.served),
+            "possible_tokens": account.possible_tokens,
+            "recalled_tokens": result.recalled_tokens,
+            "lost": [{"reason": reason, "tokens": tokens} for reason, tokens in account.lost],
+        }
     return usage
 
 

@@ -37,7 +37,7 @@ class Frontends:
         loop = asyncio.get_running_loop()
         while True:
             await self._server.set_ready(service.ready)
-            service.forget_gone()
+            service.follow_fleet()
             await service.fleet.changed(loop.time() + WATCH_S)
 
     async def drain(self, drain_s: float) -> None:
@@ -83,6 +83,7 @@ async def start(
         ids=ids,
         workers=workers,
         metrics=RouterMetrics(model.name),
+        background=background,
         on_fatal=on_fatal,
     )
     host, port = host_and_port(settings.listen, "listen")

@@ -17,11 +17,10 @@ from grpc_reflection.v1alpha import reflection
 from model.output import ToolCallStart
 from moonrelay.errors import InvalidRequest, Overloaded, ServeError
 from moonrelay.status import grpc_status, http_status
-from moonrelay.stubs.v1 import api_pb2, api_pb2_grpc, common_pb2
+from moonrelay.stubs.v1 import api_pb2, api_pb2_grpc
 from router import fields
 from router.admission import Refused
-from router.core import CacheAccount
-from router.edge import MESSAGE_BYTES_MAX, miss_reason_proto, token_proto
+from router.edge import MESSAGE_BYTES_MAX, cache_proto, token_proto
 from router.output import Piece
 from router.schema import TOP_LOGPROBS_MAX, GenerationRequest, parse_chat, parse_completion
 from router.service import Service
@@ -108,7 +107,7 @@ class GrpcFrontend(api_pb2_grpc.GenerationServicer):
             finish_reason=result.finish_reason,
             prompt_tokens=result.account.prompt_tokens,
             completion_tokens=result.completion_tokens,
-            cache=cache_usage(result.account),
+            cache=cache_proto(result.account),
         )
 
     def _parsed(self, request: api_pb2.GenerateRequest) -> GenerationRequest:
@@ -167,16 +166,6 @@ def message_body(message: api_pb2.ChatMessage) -> dict[str, Any]:
             for call in message.tool_calls
         ]
     return body
-
-
-def cache_usage(account: CacheAccount) -> common_pb2.CacheUsage:
-    tiers = {f"cached_{tier}": tokens for tier, tokens in account.by_tier}
-    return common_pb2.CacheUsage(
-        cached_tokens=account.cached_tokens,
-        matchable_tokens=account.matchable_tokens,
-        miss_reason=miss_reason_proto(account.miss_reason),
-        **tiers,
-    )
 
 
 def trailing(error: ServeError, request_id: str) -> tuple[tuple[str, str], ...]:

@@ -12,8 +12,15 @@ from typing import Any
 from moonrelay.errors import DeadlineExceeded
 from moonrelay.stubs.v1 import common_pb2, worker_pb2
 from router import core
-from router.core import Plan, Worker
-from router.edge import WorkerLost, Workers, WorkerStream, miss_reason_name, restored_by_tier
+from router.core import Need, Plan, Worker
+from router.edge import (
+    WorkerLost,
+    Workers,
+    WorkerStream,
+    fingerprint_proto,
+    miss_reason_name,
+    restored_by_tier,
+)
 from router.ledger import Ledger
 from router.lookup import Lookup
 from router.metrics import TRANSPORTS, RouterMetrics
@@ -25,20 +32,35 @@ Hear = Callable[[Any], Awaitable[bool]]  # an event of the stream; True: it was 
 
 @dataclass(slots=True)
 class Leg:
-    """What one attempt holds. `adopted`: decode owns the bytes, so the handoff and reservation are over."""
+    """What one attempt holds. `handoff`: id and fence; `adopting`: decode was told of it; `adopted`: it owns it."""
 
     lookup: Lookup
     sampling: common_pb2.Sampling
     work_id: str  # the request's id for workers: new for each attempt, since the last one may still be dying
     plan: Plan | None = None
     reservation_id: str | None = None
-    manifest: worker_pb2.Manifest | None = None
+    handoff: tuple[str, int] | None = None
+    adopting: bool = False
     adopted: bool = False
 
     @property
-    def computed_tokens(self) -> int:
-        """Prompt tokens that no cache hit saves."""
-        return self.lookup.prompt_tokens - self.lookup.match.tokens
+    def need(self) -> Need:
+        return self.lookup.need
+
+
+class Handover:
+    """What the two halves of an attempt tell each other, prefill first."""
+
+    def __init__(self) -> None:
+        self.source: asyncio.Future[worker_pb2.AdoptRequest] = asyncio.get_running_loop().create_future()
+        self.first_taken = asyncio.Event()  # the client has prefill's token: decode's may follow
+        self.complete = False  # prefill has done its part; from now on decode's silence counts
+        self.clock: asyncio.Timeout | None = None  # of decode's silence
+
+    def open(self, **source: Any) -> None:
+        """What decode is to adopt; the first word counts."""
+        if not self.source.done():
+            self.source.set_result(worker_pb2.AdoptRequest(**source))
 
 
 class Legs:
@@ -58,73 +80,112 @@ class Legs:
         turn.served.decode = plan.decode.instance_id
         turn.served.prefill = None if plan.prefill is None else plan.prefill.instance_id
         if plan.prefill is None:
-            with self._ledger.held(plan.decode, leg.computed_tokens):
+            with self._ledger.held(plan.decode, leg.need.computed_tokens(plan.decode)):
                 await self._generate(turn, leg, plan.decode)
             return
         try:
             with self._ledger.held(plan.decode, 0):
-                await self._prefill(turn, leg, plan.prefill)
-                if not turn.ended:
-                    await self._decode(turn, leg, plan.prefill, plan.decode)
+                await self._both(turn, leg, plan.prefill, plan.decode)
         finally:
-            if not leg.adopted:
-                if leg.reservation_id is not None:
-                    self._workers.release_reservation(plan.decode, leg.reservation_id)
-                if leg.manifest is not None and leg.manifest.handoff_id:
-                    self._workers.release_handoff(plan.prefill, leg.manifest)
+            # Workers ignore what has gone further meanwhile. A handoff of which decode was told is decode's to
+            # release: it may be reading.
+            if not leg.adopted and leg.reservation_id is not None:
+                self._workers.release_reservation(plan.decode, leg.reservation_id)
+            if not leg.adopting and leg.handoff is not None:
+                self._workers.release_handoff(plan.prefill, *leg.handoff)
 
-    async def _prefill(self, turn: Turn, leg: Leg, worker: Worker) -> None:
+    async def reserve(self, turn: Turn, leg: Leg, worker: Worker) -> None:
+        """Set rows and a slot aside on the decode side. Raises: NoRoom, WorkerLost."""
+        lookup = leg.lookup
+        request = worker_pb2.ReserveRequest(
+            request_id=leg.work_id,
+            prompt_tokens=lookup.prompt_tokens,
+            max_tokens=turn.remaining,
+            fingerprint=fingerprint_proto(worker.fingerprint),
+            root=lookup.root,
+            prefix_hashes=lookup.hashes,
+            write_back=lookup.writeback,
+        )
+        leg.reservation_id = await self._workers.reserve(worker, request)
+
+    async def _both(self, turn: Turn, leg: Leg, prefill: Worker, decode: Worker) -> None:
+        """Prefill and decode side by side: decode follows the handoff from the moment it is opened."""
+        handover = Handover()
+        try:
+            async with asyncio.TaskGroup() as both:
+                decoding = both.create_task(self._decode(turn, leg, handover, prefill, decode))
+                await self._prefill(turn, leg, handover, prefill)
+                if turn.ended:
+                    decoding.cancel()
+        except BaseExceptionGroup as group:
+            raise _cause(group) from None
+
+    async def _prefill(self, turn: Turn, leg: Leg, handover: Handover, worker: Worker) -> None:
         """Compute the prompt; the first token goes to the client at once."""
         began = time.perf_counter()
-        ready: list[worker_pb2.HandoffReady] = []
 
         async def hear(event: worker_pb2.PrefillEvent) -> bool:
             match event.WhichOneof("event"):
+                case "opened":
+                    leg.handoff = (event.opened.handoff_id, event.opened.fence)
+                    handover.open(opened=event.opened)
                 case "first_token":
                     self._note_prefilled(turn, leg, event.first_token.cache, time.perf_counter() - began)
                     await turn.take([event.first_token.token])
+                    handover.first_taken.set()
                 case "handoff":
-                    ready.append(event.handoff)
-            return bool(ready)
+                    if event.handoff.HasField("finish_reason"):
+                        turn.end(event.handoff.finish_reason)
+                    else:
+                        manifest = event.handoff.manifest
+                        leg.handoff = (manifest.handoff_id, manifest.fence)
+                        handover.open(manifest=manifest)
+                    return True
+            return False
 
-        with self._ledger.held(worker, leg.computed_tokens):
-            request = prefill_request(turn, leg)
-            stream = await self._workers.prefill(worker, request, _left_s(turn))
-            await self._hear_all(turn, stream, hear, to_the_end=True)  # an ended turn has a handoff to release
-        leg.manifest = ready[0].manifest
-        if ready[0].HasField("finish_reason"):
-            turn.end(ready[0].finish_reason)
+        with self._ledger.held(worker, leg.need.computed_tokens(worker)):
+            stream = await self._workers.prefill(worker, prefill_request(turn, leg), _left_s(turn))
+            await self._hear_all(turn, stream, hear, asyncio.timeout(self._stall_s))
+        handover.complete = True
+        if handover.clock is not None:
+            handover.clock.reschedule(asyncio.get_running_loop().time() + self._stall_s)
 
     def _note_prefilled(self, turn: Turn, leg: Leg, cache: common_pb2.CacheUsage, seconds: float) -> None:
         turn.served.prefill_seconds = seconds
         self._metrics.stage["prefill"].observe(seconds)
         self._settle_cache(turn, leg.lookup, cache)
 
-    async def _decode(self, turn: Turn, leg: Leg, prefill: Worker, worker: Worker) -> None:
+    async def _decode(self, turn: Turn, leg: Leg, handover: Handover, prefill: Worker, worker: Worker) -> None:
         """Let decode pull and adopt the handoff, and stream what it generates."""
-        request = worker_pb2.AdoptRequest(
-            request_id=leg.work_id,
-            reservation_id=leg.reservation_id,
-            manifest=leg.manifest,
-            sampling=leg.sampling,
-        )
+        if leg.reservation_id is None:
+            await self.reserve(turn, leg, worker)
+        request = await handover.source
+        assert leg.reservation_id is not None
+        request.request_id, request.reservation_id = leg.work_id, leg.reservation_id
+        request.sampling.CopyFrom(leg.sampling)
+        if leg.lookup.writeback:
+            request.writeback.CopyFrom(turn_writeback(turn, leg.lookup))
         began = time.perf_counter()
 
         async def hear(event: worker_pb2.DecodeEvent) -> bool:
             match event.WhichOneof("event"):
                 case "tokens":
+                    if not handover.first_taken.is_set():
+                        await handover.first_taken.wait()
                     await turn.take(event.tokens.tokens)
                 case "finished":
                     turn.end(event.finished.reason)
                     return True
                 case "adopted":
                     leg.adopted = True
-                    self._note_adopted(turn, event.adopted, time.perf_counter() - began)
+                    self._note_adopted(turn, leg, event.adopted, time.perf_counter() - began)
             return False
 
         stream = await self._workers.adopt(worker, request, _left_s(turn))
+        leg.adopting = True
+        handover.clock = asyncio.timeout(self._stall_s if handover.complete else None)
         try:
-            await self._hear_all(turn, stream, hear)
+            await self._hear_all(turn, stream, hear, handover.clock)
         except WorkerLost as lost:
             if leg.adopted:
                 raise
@@ -147,11 +208,13 @@ class Legs:
                     return True
             return False
 
-        stream = await self._workers.generate(worker, prefill_request(turn, leg), _left_s(turn))
-        await self._hear_all(turn, stream, hear)
+        request = prefill_request(turn, leg)
+        request.write_back = leg.lookup.writeback
+        stream = await self._workers.generate(worker, request, _left_s(turn))
+        await self._hear_all(turn, stream, hear, asyncio.timeout(self._stall_s))
 
-    async def _hear_all(self, turn: Turn, stream: WorkerStream, hear: Hear, *, to_the_end: bool = False) -> None:
-        """Hear events until the last, or (unless `to_the_end`) until the turn ends before it, which cancels the work.
+    async def _hear_all(self, turn: Turn, stream: WorkerStream, hear: Hear, clock: asyncio.Timeout) -> None:
+        """Hear events until the last, or until the turn ends before it, which cancels the work.
 
         Raises: WorkerLost where the worker falls silent, DeadlineExceeded where the client stops reading.
         """
@@ -159,8 +222,8 @@ class Legs:
         heard_s = loop.time()
         whole = False
         try:
-            async with asyncio.timeout(self._stall_s) as clock:
-                while not whole and (to_the_end or not turn.ended):
+            async with clock:
+                while not whole and not turn.ended:
                     whole = await hear(await stream.read())
                     if loop.time() - heard_s > self._stall_s / 8:  # a timer per token would cost more than the token
                         heard_s = loop.time()
@@ -185,15 +248,19 @@ class Legs:
             prompt_tokens=lookup.prompt_tokens,
             hit_tokens=lookup.match.tokens,
             matchable_tokens=lookup.match.matchable_tokens,
+            seen_tokens=lookup.match.seen_tokens,
             index_lost=lookup.match.lost,
             restored=restored,
             worker_reason=miss_reason_name(cache.miss_reason),
         )
         self._metrics.prompt_tokens.inc(lookup.prompt_tokens)
-        self._metrics.count_cache(turn.account.by_tier, turn.account.lost)
+        self._metrics.count_cache(turn.account)
 
-    def _note_adopted(self, turn: Turn, adopted: worker_pb2.Adopted, seconds: float) -> None:
+    def _note_adopted(self, turn: Turn, leg: Leg, adopted: worker_pb2.Adopted, seconds: float) -> None:
         served = turn.served
+        served.held_tokens = adopted.held_tokens
+        self._metrics.handoff_tokens.inc(leg.lookup.prompt_tokens)
+        self._metrics.handoff_held_tokens.inc(adopted.held_tokens)
         served.transport = adopted.transport if adopted.transport in TRANSPORTS else "other"
         served.handoff_bytes += adopted.bytes
         served.pull_seconds += adopted.pull_seconds
@@ -203,7 +270,6 @@ class Legs:
 
 
 def prefill_request(turn: Turn, leg: Leg) -> worker_pb2.PrefillRequest:
-    """A replay is not stored: nobody will send its generated part, cut off where a worker died, as a prompt."""
     lookup = leg.lookup
     return worker_pb2.PrefillRequest(
         request_id=leg.work_id,
@@ -213,8 +279,26 @@ def prefill_request(turn: Turn, leg: Leg) -> worker_pb2.PrefillRequest:
         prefix_hashes=lookup.hashes,
         hit=lookup.match.hit,
         snapshot_at=lookup.snapshot_at,
-        store=not turn.generated,
+        store=lookup.store,
     )
+
+
+def turn_writeback(turn: Turn, lookup: Lookup) -> worker_pb2.TurnWriteback:
+    """What decode must know of the prompt to keep the turn after it."""
+    full = len(lookup.hashes) * lookup.fingerprint.block_tokens
+    return worker_pb2.TurnWriteback(
+        root=lookup.root, prefix_hashes=lookup.hashes, tail_ids=turn.prompt.ids[full:], hit=lookup.match.hit
+    )
+
+
+def _cause(group: BaseExceptionGroup) -> BaseException:
+    """The one fault that an attempt ends with. Losses are one loss of all workers that were lost."""
+    faults = group.exceptions
+    lost = [fault for fault in faults if isinstance(fault, WorkerLost)]
+    if len(lost) < len(faults):
+        return next(fault for fault in faults if not isinstance(fault, WorkerLost))
+    workers = dict.fromkeys(worker for fault in lost for worker in fault.workers)
+    return WorkerLost(str(lost[0]), *workers, unreachable=all(fault.unreachable for fault in lost))
 
 
 def _left_s(turn: Turn) -> float:

@@ -6,12 +6,14 @@ import asyncio
 import time
 from collections.abc import Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
+from cachestore.planner import plan, wants_turn
 from moonrelay.ids import PrefixHash
 from moonrelay.prefix import Fingerprint, prefix_hashes, prefix_root
 from router import core
+from router.core import Need
 from router.fleet import Index, Match
 from router.metrics import RouterMetrics
 from router.turn import Turn
@@ -21,7 +23,10 @@ OFF_LOOP_TOKENS: Final = 16_384  # hashing this much takes some milliseconds
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lookup:
-    """One prompt under one fingerprint. `snapshot_at`: the planner's choice, in tokens, ascending."""
+    """One prompt under one fingerprint. `snapshot_at`: the planner's choice, in tokens, ascending.
+
+    `writeback`: decode may keep the turn, which a later prompt can go on from.
+    """
 
     fingerprint: Fingerprint
     prompt_tokens: int
@@ -29,6 +34,18 @@ class Lookup:
     hashes: Sequence[PrefixHash]
     match: Match
     snapshot_at: tuple[int, ...]
+    store: bool
+    writeback: bool
+
+    @property
+    def need(self) -> Need:
+        match = self.match
+        return Need(
+            prompt_tokens=self.prompt_tokens,
+            hit_tokens=match.tokens,
+            disk_tokens=match.disk_tokens,
+            kept=match.kept,
+        )
 
 
 class Lookups:
@@ -40,7 +57,8 @@ class Lookups:
     async def ask(self, turn: Turn, fingerprint: Fingerprint) -> Lookup:
         """Hash and match; never fails, an index out of reach is a miss.
 
-        A prompt that replays generated tokens takes no snapshots: the next turn's own prompt will.
+        A prompt that replays generated tokens takes no snapshots and is not stored: nobody will send its generated
+        part, cut off where a worker died, as a prompt, and what decode made of it took another path.
         """
         began = time.perf_counter()
         ids, block_tokens = turn.ids, fingerprint.block_tokens
@@ -50,8 +68,12 @@ class Lookups:
             hashes = await loop.run_in_executor(self._threads, prefix_hashes, root, ids, block_tokens)
         else:
             hashes = prefix_hashes(root, ids, block_tokens)
-        match = await self._index.match(root, hashes, block_tokens, len(ids))
-        hints = turn.prompt.hints if not turn.generated else ()
+        match = await self._index.match(root, hashes, fingerprint, turn.call.tenant, len(ids))
+        if turn.prompt.retokenised:
+            lost = core.name_retokenised(match.lost, match.tokens, turn.prompt.retokenised, block_tokens)
+            match = replace(match, lost=lost)
+        first = not turn.generated
+        planned = plan(turn.prompt.hints, len(ids), block_tokens, match) if first else ()
         self._metrics.stage["match"].observe(time.perf_counter() - began)
         return Lookup(
             fingerprint=fingerprint,
@@ -59,5 +81,7 @@ class Lookups:
             root=root,
             hashes=hashes,
             match=match,
-            snapshot_at=core.plan_snapshots(hints, len(ids), block_tokens, match.tokens),
+            snapshot_at=tuple(snapshot.tokens for snapshot in planned),
+            store=first,
+            writeback=first and wants_turn(one_shot=turn.prompt.one_shot),
         )

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable
 from typing import Final
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from router.core import LOST_REASONS
+from router.core import LOST_REASONS, CacheAccount
 
 TIERS: Final = ("device", "host", "disk", "remote")
 TRANSPORTS: Final = ("nixl", "tcp", "memory")
@@ -76,10 +76,7 @@ class RouterMetrics:
             return Gauge(f"moonrelay_router_{name}", about, labels, registry=self.registry)
 
         self.requests = counter("requests", "Finished requests, by the HTTP status that fits the end.", "code")
-        cached = counter("cached_tokens", "Prompt tokens that the cache saved.", "tier")
-        self.cached = {tier: cached.labels(tier) for tier in TIERS}
-        lost = counter("lost_tokens", "Prompt tokens that had to be computed.", "reason")
-        self.lost = {reason: lost.labels(reason) for reason in LOST_REASONS}
+        self._cache(counter)
         self.recalled = counter("recalled_tokens", "Prompt tokens taken as earlier turns generated them.")
         losses = counter("workers_lost", "Workers that failed under a request.", "phase")
         self.losses = {phase: losses.labels(phase) for phase in LOSS_PHASES}
@@ -99,8 +96,23 @@ class RouterMetrics:
         )
         self.stage = {name: stage.labels(name) for name in STAGES}
 
-    def count_cache(self, by_tier: Iterable[tuple[str, int]], lost: Iterable[tuple[str, int]]) -> None:
-        for tier, tokens in by_tier:
-            self.cached[tier].inc(tokens)
-        for reason, tokens in lost:
-            self.lost[reason].inc(tokens)
+    def _cache(self, counter: Callable[..., Counter]) -> None:
+        """Of prompts: hit + lost = prompt; hit <= matchable <= possible. Of handoffs: their own denominator."""
+        self.cache_prompt = counter("cache_prompt_tokens", "Prompt tokens that prefill was asked for.")
+        hit = counter("cache_hit_tokens", "Prompt tokens that the cache saved, by where they were.", "tier")
+        self.cache_hit = {tier: hit.labels(tier) for tier in TIERS}
+        self.cache_matchable = counter("cache_matchable_tokens", "As deep as blocks were held, snapshot or not.")
+        self.cache_possible = counter("cache_possible_tokens", "What an unlimited cache would have saved.")
+        lost = counter("cache_lost_tokens", "Prompt tokens that had to be computed, by why.", "reason")
+        self.cache_lost = {reason: lost.labels(reason) for reason in LOST_REASONS}
+        self.handoff_tokens = counter("handoff_prompt_tokens", "Prompt tokens that decode adopted.")
+        self.handoff_held_tokens = counter("handoff_held_tokens", "Of these, what decode held and did not pull.")
+
+    def count_cache(self, account: CacheAccount) -> None:
+        self.cache_prompt.inc(account.prompt_tokens)
+        for tier, tokens in account.by_tier:
+            self.cache_hit[tier].inc(tokens)
+        self.cache_matchable.inc(account.matchable_tokens)
+        self.cache_possible.inc(account.possible_tokens)
+        for reason, tokens in account.lost:
+            self.cache_lost[reason].inc(tokens)

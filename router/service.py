@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Set
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
 
 from model.tokenizer import Tokenizer
 from moonrelay.errors import DeadlineExceeded, InvariantError, ServeError, Unavailable
@@ -18,8 +18,8 @@ from moonrelay.prefix import Fingerprint
 from moonrelay.status import http_status
 from router import core
 from router.admission import Admission, Refused
-from router.core import Need, Plan, WorkerKey
-from router.edge import NoRoom, WorkerLost, Workers
+from router.core import Need, Plan, Worker, WorkerKey
+from router.edge import Background, NoRoom, WorkerLost, Workers
 from router.fleet import ROLES, Fleet, Index
 from router.idstore import IdStore
 from router.ledger import Ledger
@@ -38,6 +38,7 @@ T = TypeVar("T")
 
 OFF_LOOP_BYTES: Final = 10_000  # rendering and tokenising this much takes some milliseconds
 PREPARE_THREADS: Final = 2
+SIGN_OF_LIFE_S: Final = 0.5  # membership has missed it for 2 s already
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +65,7 @@ class Service:
         ids: IdStore,
         workers: Workers,
         metrics: RouterMetrics,
+        background: Background,
         on_fatal: Callable[[BaseException], None],
     ) -> None:
         self.settings = settings
@@ -83,6 +85,8 @@ class Service:
         self._recall = Recall(ids, model.tokenizer, model.tokenizer_revision, self._threads)
         self._lookups = Lookups(index, self._threads, metrics)
         self._legs = Legs(workers, self.ledger, metrics, stall_s=settings.stall_timeout_ms / 1e3)
+        self._background = background
+        self._watched: set[WorkerKey] = set()  # missing workers that calls still run on
         self._clocks: set[asyncio.Timeout] = set()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -101,7 +105,7 @@ class Service:
 
     async def serve(self, request: GenerationRequest, call: Call, sink: Sink) -> Result:
         """Serve one request: deltas into `sink`, then the result, or one ServeError. Cancelling frees everything."""
-        code = CLIENT_GONE
+        code, result = CLIENT_GONE, None
         try:
             result = await self.guarded(self._within_deadline(request, call, sink), call.request_id)
             code = "200"
@@ -115,8 +119,13 @@ class Service:
                 self.metrics.refused[error.reason].inc()
             raise
         finally:
-            self.metrics.e2e.observe(time.perf_counter() - call.arrived_s)
+            seconds = time.perf_counter() - call.arrived_s
+            self.metrics.e2e.observe(seconds)
             self.metrics.requests.labels(code).inc()
+            shown = {} if result is None else log_fields(result)
+            log.info(
+                "request", extra={"request_id": call.request_id, "code": code, "seconds": round(seconds, 4), **shown}
+            )
 
     async def guarded(self, work: Awaitable[T], request_id: str) -> T:
         """The process's edge: what nobody foresaw becomes one logged internal error; a broken invariant ends us."""
@@ -156,10 +165,34 @@ class Service:
             async with asyncio.timeout(timeout_s):
                 await self._idle.wait()
 
-    def forget_gone(self) -> None:
+    def follow_fleet(self) -> None:
+        """The fleet has changed: forget workers that are gone, and look after those that are missing under calls."""
         live = {worker.key for worker in self.fleet.workers()}
         self.ledger.prune(live)
         self.workers.prune(live)
+        for worker in self.workers.in_use().values():
+            if worker.key not in self._watched and self._missing(worker):
+                self._watched.add(worker.key)
+                self._background(self._look_after(worker))
+
+    def _missing(self, worker: Worker) -> bool:
+        present = self.fleet.present()
+        return present is not None and worker.key not in present
+
+    async def _look_after(self, worker: Worker) -> None:
+        """End the calls on a worker that is missing and does not answer: frozen, or cut off.
+
+        Missing alone proves nothing: after a flush of Redis all are, until they have written themselves again.
+        """
+        try:
+            while self._missing(worker) and worker.key in self.workers.in_use():
+                if not await self.workers.alive(worker, SIGN_OF_LIFE_S) and self._missing(worker):
+                    log.warning("no sign of life", extra={"instance_id": worker.instance_id, "epoch": worker.epoch})
+                    self.workers.abandon(worker)
+                    return
+                await asyncio.sleep(SIGN_OF_LIFE_S)
+        finally:
+            self._watched.discard(worker.key)
 
     async def close(self) -> None:
         await self.workers.close()
@@ -188,6 +221,7 @@ class Service:
             self._clocks.discard(clock)
             if not self._clocks:
                 self._idle.set()
+                self.check()
 
     async def _live(self, request: GenerationRequest, call: Call, sink: Sink) -> Result:
         """The whole life of a request, in order; details live one call down."""
@@ -247,8 +281,7 @@ class Service:
 
     async def _fingerprint(self, turn: Turn) -> Fingerprint:
         """Of the workers that would serve this prompt were nothing cached. Raises: Unavailable."""
-        tokens = len(turn.ids)
-        plan = await self._path(turn, Need(prompt_tokens=tokens, computed_tokens=tokens), None, frozenset())
+        plan = await self._path(turn, Need(prompt_tokens=len(turn.ids)), None, frozenset())
         assert plan is not None, "nobody was called full"
         return plan.decode.fingerprint
 
@@ -277,31 +310,32 @@ class Service:
             await self.fleet.changed(until_s if cleared_s is None else min(until_s, cleared_s))
 
     async def _place(self, turn: Turn, leg: Leg) -> None:
-        """Choose workers and reserve on the decode side; wait in line where all are full. Raises: Refused."""
+        """Choose workers; wait in line where all are full. Raises: Refused.
+
+        As long as nobody has been refused, decode is asked for room beside prefill's first steps: one that has none
+        ends them. Otherwise prefill spends nothing before there is room.
+        """
         began = time.perf_counter()
-        if not (self.admission.line_is_empty and await self._try_place(turn, leg)):
+        beside = not turn.full
+        if not (self.admission.line_is_empty and await self._try_place(turn, leg, beside=beside)):
             if turn.queue_until_s is None:
                 turn.queue_until_s = asyncio.get_running_loop().time() + self.admission.queue_timeout_s
             async with self.admission.head_of_line():
-                while not await self._try_place(turn, leg):
+                while not await self._try_place(turn, leg, beside=False):
                     turn.full.clear()
                     await self.admission.room(turn.queue_until_s)
         waited = time.perf_counter() - began
         turn.served.queue_seconds += waited
         self.metrics.stage["place"].observe(waited)
 
-    async def _try_place(self, turn: Turn, leg: Leg) -> bool:
-        prompt_tokens = leg.lookup.prompt_tokens
-        need = Need(prompt_tokens=prompt_tokens, computed_tokens=leg.computed_tokens)
+    async def _try_place(self, turn: Turn, leg: Leg, *, beside: bool) -> bool:
         fingerprint = leg.lookup.fingerprint
-        while (plan := await self._path(turn, need, fingerprint, turn.full)) is not None:
+        while (plan := await self._path(turn, leg.need, fingerprint, turn.full)) is not None:
             leg.plan = plan
-            if plan.prefill is None:
+            if plan.prefill is None or beside:
                 return True
             try:
-                leg.reservation_id = await self.workers.reserve(
-                    plan.decode, leg.work_id, prompt_tokens, turn.remaining
-                )
+                await self._legs.reserve(turn, leg, plan.decode)
                 return True
             except NoRoom as full:
                 turn.full.add(full.worker.key)
@@ -332,6 +366,27 @@ class Service:
         spent = turn.retries > limits.retries_max or turn.recoveries > limits.recoveries_max
         if not turn.ended and (spent or turn.attempts >= limits.attempts_max):
             raise lost
+
+
+def log_fields(result: Result) -> dict[str, Any]:
+    """What the log says of a request that ended well: who served it, and its cache account."""
+    account, served = result.account, result.served
+    return {
+        "prefill": served.prefill,
+        "decode": served.decode,
+        "first_token_seconds": round(served.first_token_seconds, 4),
+        "finish_reason": result.finish_reason,
+        "prompt_tokens": account.prompt_tokens,
+        "completion_tokens": result.completion_tokens,
+        "cached_tokens": account.cached_tokens,
+        "cached_by_tier": {tier: tokens for tier, tokens in account.by_tier if tokens},
+        "matchable_tokens": account.matchable_tokens,
+        "possible_tokens": account.possible_tokens,
+        "miss_reason": account.miss_reason,
+        "lost": account.lost,
+        "held_tokens": served.held_tokens,
+        "recalled_tokens": result.recalled_tokens,
+    }
 
 
 async def _at_once(work: Callable[[], T]) -> T:

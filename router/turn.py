@@ -60,10 +60,12 @@ class Served:
     decode: str | None = None
     transport: str | None = None
     handoff_bytes: int = 0
+    held_tokens: int = 0  # of the prompt, that decode had already
     pull_seconds: float = 0.0
     verify_seconds: float = 0.0
     prefill_seconds: float = 0.0
     queue_seconds: float = 0.0
+    first_token_seconds: float = 0.0
     retries: int = 0
 
 
@@ -76,6 +78,7 @@ class Result:
     reasoning_tokens: int
     account: CacheAccount
     served: Served
+    recalled_tokens: int
 
 
 class Turn:
@@ -184,6 +187,7 @@ class Turn:
             reasoning_tokens=self._output.reasoning_tokens,
             account=self.account,
             served=self.served,
+            recalled_tokens=self.prompt.recalled_tokens,
         )
 
     def message(self) -> Mapping[str, Any] | None:
@@ -223,5 +227,6 @@ class Turn:
         if self._last_s:
             self._metrics.itl.observe((now_s - self._last_s) / num_tokens)
         else:
-            self._metrics.ttft.observe(now_s - self.call.arrived_s)
+            self.served.first_token_seconds = now_s - self.call.arrived_s
+            self._metrics.ttft.observe(self.served.first_token_seconds)
         self._last_s = now_s

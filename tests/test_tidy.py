@@ -24,6 +24,8 @@ TORCH_FREE_FOR_ROUTER = {
     "tokenizer",
     "renderer",
     "parser",
+    "splice",
+    "spelling",
     "output",
     "chat",
     "xtml",

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import json
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -55,6 +54,7 @@ def chat_ids(text: str, *, thinking: str | None = None) -> list[int]:
 class FakeModel:
     """What every fake worker generates, and with what law."""
 
+    handoffs: dict[str, asyncio.Future[list[int]]] = field(default_factory=dict)  # what decode workers pull
     reply: list[int] = field(default_factory=lambda: chat_ids("Hello there."))
     tokens_per_event: int = 1
     logprobs: bool = False
@@ -100,6 +100,8 @@ class FakeWorker:
     reservations: set[str] = field(default_factory=set)
     handoffs: dict[str, Sequence[int]] = field(default_factory=dict)
     cancelled: int = 0
+    opens: bool = True  # prefill: lets decode follow the handoff from its beginning
+    late_first_token: asyncio.Event | None = None
     cache: common_pb2.CacheUsage = field(default_factory=common_pb2.CacheUsage)
 
     def __post_init__(self) -> None:
@@ -176,6 +178,11 @@ class FakePrefill(worker_pb2_grpc.PrefillWorkerServicer):
         worker = self.worker
         await worker.enter("Prefill", request, context)
         try:
+            handoff_id = f"{worker.name}-{worker.epoch}-h{len(worker.calls)}"
+            worker.model.handoffs[handoff_id] = pulled = asyncio.get_running_loop().create_future()
+            if worker.opens:
+                opened = worker_pb2.HandoffOpened(handoff_id=handoff_id, source_address=worker.address)
+                yield worker_pb2.PrefillEvent(opened=opened)
             yield worker_pb2.PrefillEvent(progress=worker_pb2.PrefillProgress(tokens_done=1))
             if worker.hold_after == -1:
                 worker.holding.set()
@@ -189,20 +196,21 @@ class FakePrefill(worker_pb2_grpc.PrefillWorkerServicer):
             worker.noted()
             raise
         ids, reason = worker.model.next_ids(request.prompt_ids, request.sampling)
+        if len(ids) > 1:
+            pulled.set_result(list(request.prompt_ids) + ids[:1])
+        if worker.late_first_token is not None:
+            await worker.late_first_token.wait()
         first = worker_pb2.FirstToken(token=worker.model.token(ids[0], request.sampling), cache=worker.cache)
         yield worker_pb2.PrefillEvent(first_token=first)
         ready = worker_pb2.HandoffReady()
         if len(ids) == 1:
             ready.finish_reason = reason
         else:
-            handoff_id = f"h{len(worker.calls)}"
             worker.handoffs[handoff_id] = list(request.prompt_ids) + ids[:1]
             ready.manifest.handoff_id = handoff_id
             ready.manifest.tokens_in_state = len(request.prompt_ids)
             ready.manifest.next_token = ids[0]
             ready.manifest.source_address = worker.address
-            # The fake's "memory": what decode would pull, carried where tests can see it.
-            ready.manifest.source.nixl_metadata = json.dumps(worker.handoffs[handoff_id]).encode()
         yield worker_pb2.PrefillEvent(handoff=ready)
 
     async def ReleaseHandoff(self, request, context):
@@ -234,12 +242,13 @@ class FakeDecode(worker_pb2_grpc.DecodeWorkerServicer):
     async def Adopt(self, request, context):
         worker = self.worker
         await worker.enter("Adopt", request, context)
-        prompt = json.loads(request.manifest.source.nixl_metadata)
+        source = request.opened if request.HasField("opened") else request.manifest
         sampling = common_pb2.Sampling()
         sampling.CopyFrom(request.sampling)
         sampling.max_tokens -= 1
-        ids, reason = worker.model.next_ids(prompt, sampling)
         try:
+            prompt = await worker.model.handoffs[source.handoff_id]
+            ids, reason = worker.model.next_ids(prompt, sampling)
             yield worker_pb2.DecodeEvent(adopted=worker_pb2.Adopted(bytes=1_000, transport="tcp", pull_seconds=0.5))
             async for event in worker.stream(ids, request.sampling):
                 yield event

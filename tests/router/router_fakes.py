@@ -6,7 +6,7 @@ import asyncio
 import functools
 import itertools
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence, Set
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,8 +16,9 @@ from fake_workers import TOKENIZER, FakeModel, FakeWorker
 
 from model.spelling import Spelling
 from model.splice import Reply
+from moonrelay.prefix import Fingerprint
 from moonrelay.stubs.v1 import worker_pb2
-from router.core import Worker
+from router.core import Worker, WorkerKey
 from router.fleet import Match, cold
 from router.frontend import Frontends, start
 from router.service import ServedModel
@@ -53,9 +54,13 @@ class FakeFleet:
     def __init__(self, workers: Sequence[FakeWorker]) -> None:
         self._workers = [worker.worker() for worker in workers]
         self._changed = asyncio.Event()
+        self.fresh = True
 
     def workers(self) -> Sequence[Worker]:
         return self._workers
+
+    def present(self) -> Set[WorkerKey] | None:
+        return {worker.key for worker in self._workers} if self.fresh else None
 
     def set(self, workers: Sequence[FakeWorker]) -> None:
         self._workers = [worker.worker() for worker in workers]
@@ -76,13 +81,19 @@ class FakeIndex:
     def __init__(self, tokens: int = 0, matchable_tokens: int = 0) -> None:
         self.tokens = tokens
         self.matchable_tokens = matchable_tokens
+        self.seen_tokens = 0
+        self.kept: dict[WorkerKey, int] = {}
 
-    async def match(self, root: bytes, hashes: Sequence[bytes], block_tokens: int, prompt_tokens: int) -> Match:
+    async def match(
+        self, root: bytes, hashes: Sequence[bytes], fingerprint: Fingerprint, tenant: str, prompt_tokens: int
+    ) -> Match:
         if not 0 < self.tokens < prompt_tokens:
             return cold(prompt_tokens, "cold")
         return Match(
             tokens=self.tokens,
             matchable_tokens=self.matchable_tokens,
+            seen_tokens=self.seen_tokens,
+            kept=self.kept,
             lost=(("no_snapshot", prompt_tokens - self.tokens),),
             hit=worker_pb2.CacheHit(tokens=self.tokens, matchable_tokens=self.matchable_tokens),
         )

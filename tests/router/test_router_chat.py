@@ -69,7 +69,11 @@ async def test_what_the_workers_are_asked():
         assert len(prefill.prefix_hashes) == len(want.ids) // 64 and len(prefill.root) == 16
         assert list(prefill.snapshot_at) == [want.checkpoint_hints[-1].offset // 64 * 64]
         assert prefill.store and not prefill.HasField("hit")
-        assert adopt.manifest.tokens_in_state == len(want.ids)
+        assert adopt.opened.handoff_id in c.model.handoffs and not adopt.HasField("manifest")
+        assert (reserve.root, list(reserve.prefix_hashes)) == (prefill.root, list(prefill.prefix_hashes))
+        kept = adopt.writeback
+        assert reserve.write_back and kept.root == prefill.root and kept.prefix_hashes == prefill.prefix_hashes
+        assert list(kept.tail_ids) == want.ids[len(want.ids) // 64 * 64 :]
 
 
 @in_loop
@@ -354,8 +358,8 @@ async def test_metrics_count_what_happened():
             'vllm:generation_tokens_total{model_name="toy"} 2.0',
             'vllm:request_success_total{finished_reason="length",model_name="toy"} 1.0',
             'vllm:time_to_first_token_seconds_count{model_name="toy"} 1.0',
-            'moonrelay_router_cached_tokens_total{tier="remote"} 128.0',
-            'moonrelay_router_lost_tokens_total{reason="no_snapshot"} 172.0',
+            'moonrelay_router_cache_hit_tokens_total{tier="remote"} 128.0',
+            'moonrelay_router_cache_lost_tokens_total{reason="no_snapshot"} 172.0',
             'moonrelay_router_handoff_bytes_total{transport="tcp"} 1000.0',
             "moonrelay_router_ready 1.0",
         ]:

@@ -4,15 +4,25 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import pytest
 from fake_workers import fingerprint
 from hypothesis import given
 from hypothesis import strategies as st
 
 from moonrelay.ids import InstanceId
-from router.core import CostModel, Load, Need, Worker, account, choose, handoff_s, plan_snapshots, serving
+from router.core import (
+    CostModel,
+    Load,
+    Need,
+    Worker,
+    account,
+    choose,
+    handoff_s,
+    name_retokenised,
+    restore_s,
+    serving,
+)
 
-NEED = Need(prompt_tokens=1_000, computed_tokens=1_000)
+NEED = Need(prompt_tokens=1_000)
 
 
 def worker(role: str, name: str, **changes: object) -> Worker:
@@ -68,7 +78,7 @@ def test_a_pair_on_one_host_is_preferred_until_its_queue_costs_more():
     fleet = [replace(P0, host_id="h2"), near, far]
     assert names(choose(fleet, {}, NEED)) == ("p0", "d0")
     assert names(choose(fleet, {near.key: Load(sequences=50)}, NEED)) == ("p0", "d1")
-    assert handoff_s(P0, D0, 1_000, CostModel()) < handoff_s(P0, near, 1_000, CostModel())
+    assert handoff_s(P0, D0, NEED, CostModel()) < handoff_s(P0, near, NEED, CostModel())
 
 
 def test_requests_one_at_a_time_spread():
@@ -97,38 +107,41 @@ def test_only_the_asked_fingerprint_serves():
     assert names(choose([P0, D0, other], {}, NEED, fingerprint=fingerprint())) == ("p0", "d0")
 
 
-@pytest.mark.parametrize(
-    ("hints", "prompt_tokens", "hit_tokens", "want"),
-    [
-        ([(300, 1)], 310, 0, (256,)),
-        ([(300, 1)], 300, 0, (256,)),
-        ([(256, 1)], 256, 0, (192,)),  # the last token must be computed
-        ([(256, 1)], 257, 0, (256,)),
-        ([(63, 1)], 63, 0, ()),
-        ([(64, 1)], 65, 0, (64,)),
-        ([(260, 0), (700, 1)], 720, 0, (256, 640)),
-        ([(255, 0), (700, 1)], 720, 0, (640,)),  # a head of fewer than 4 blocks
-        ([(260, 0), (700, 1)], 720, 256, (640,)),  # the head is there already
-        ([(260, 0), (700, 1)], 720, 640, ()),
-        ([(700, 0), (700, 1)], 720, 0, (640,)),
-        ([], 720, 0, ()),
-    ],
-)
-def test_snapshots_lie_where_they_can_be_reused(hints, prompt_tokens, hit_tokens, want):
-    assert plan_snapshots(hints, prompt_tokens, 64, hit_tokens) == want
+def test_the_worker_that_keeps_the_bundle_is_preferred_until_its_queue_costs_more():
+    need = Need(prompt_tokens=2_048, hit_tokens=1_984, kept={P1.key: 1_984})
+    for loads in ({}, {P0.key: Load(chosen_at=1), P1.key: Load(chosen_at=9)}):
+        assert names(choose([P0, P1, D0], loads, need)) == ("p1", "d0")
+    assert names(choose([P0, P1, D0], {P1.key: Load(sequences=1, prompt_tokens=900)}, need)) == ("p0", "d0")
+    shallow = replace(need, kept={P1.key: 256})  # it would have to fetch all the same
+    assert names(choose([P0, P1, D0], {P1.key: Load(chosen_at=9)}, shallow)) == ("p0", "d0")
+    deep = Need(prompt_tokens=2_048, hit_tokens=256, kept={P1.key: 1_984})
+    assert deep.computed_tokens(P1) == 64 and deep.computed_tokens(P0) == 1_792 and not deep.restores(P1)
 
 
-@given(
-    hints=st.lists(st.tuples(st.integers(0, 5_000), st.integers(0, 1)), max_size=4),
-    prompt_tokens=st.integers(1, 5_000),
-    block_tokens=st.sampled_from([64, 512]),
-    hit_blocks=st.integers(0, 9),
-)
-def test_every_snapshot_is_a_passed_boundary(hints, prompt_tokens, block_tokens, hit_blocks):
-    hit = min(hit_blocks * block_tokens, (prompt_tokens - 1) // block_tokens * block_tokens)
-    chosen = plan_snapshots(hints, prompt_tokens, block_tokens, hit)
-    assert list(chosen) == sorted(set(chosen))
-    assert all(n % block_tokens == 0 and hit < n < prompt_tokens for n in chosen)
+def test_decode_that_holds_the_rows_is_preferred():
+    wide = [replace(w, row_bytes=100_000) for w in (P0, D0, D1)]
+    need = Need(prompt_tokens=2_048, hit_tokens=1_984, kept={D1.key: 1_984})
+    assert names(choose(wide, {D1.key: Load(chosen_at=9)}, need)) == ("p0", "d1")
+
+
+def test_a_shared_head_is_no_magnet():
+    """One worker keeps the system prompt that all share; a quiet hour's requests spread all the same."""
+    need = Need(prompt_tokens=3_300, hit_tokens=3_000, kept={P0.key: 3_000})
+    small = [replace(w, state_bytes=450_000, row_bytes=1_200) for w in (P0, P1, D0)]
+    loads: dict = {}
+    seen = []
+    for turn in range(20):
+        plan = choose(small, loads, need)
+        seen.append(names(plan)[0])
+        loads[plan.prefill.key] = Load(chosen_at=turn + 1)
+    assert seen.count("p0") == seen.count("p1") == 10
+
+
+def test_bundles_on_disk_are_dearer():
+    near = Need(prompt_tokens=100_000, hit_tokens=99_000)
+    far = replace(near, disk_tokens=99_000)
+    assert restore_s(P0, far, CostModel()) > 3 * restore_s(P0, near, CostModel()) > 0
+    assert restore_s(P0, replace(far, kept={P0.key: 99_000}), CostModel()) == 0
 
 
 def settle(**changes):
@@ -136,6 +149,7 @@ def settle(**changes):
         "prompt_tokens": 300,
         "hit_tokens": 128,
         "matchable_tokens": 192,
+        "seen_tokens": 256,
         "index_lost": [("no_snapshot", 64), ("cold", 64), ("remainder", 44)],
         "restored": {"device": 0, "host": 0, "disk": 0, "remote": 128},
         "worker_reason": None,
@@ -153,6 +167,28 @@ def test_the_account_joins_index_and_worker():
     assert deeper.lost == (("cold", 56), ("remainder", 44)) and deeper.matchable_tokens == 200
 
 
+def test_what_other_ids_cost_is_named():
+    lost = [("no_snapshot", 64), ("diverged", 256), ("remainder", 10)]
+    named = name_retokenised(lost, 128, [(270, 400)], 64)
+    assert named == (("no_snapshot", 64), ("diverged", 64), ("retokenised", 144), ("diverged", 48), ("remainder", 10))
+    assert name_retokenised(lost, 128, [(0, 130)], 64) == tuple(lost)
+    assert name_retokenised([("block_evicted", 64)], 0, [(0, 64)], 64) == (("block_evicted", 64),)
+
+
+@given(
+    lost=st.lists(st.tuples(st.sampled_from(["cold", "diverged", "no_snapshot"]), st.integers(1, 300)), max_size=5),
+    hit=st.integers(0, 5),
+    edges=st.lists(st.integers(0, 900), max_size=6),
+)
+def test_naming_loses_nothing(lost, hit, edges):
+    edges = sorted(edges)
+    spans = list(zip(edges[::2], edges[1::2], strict=False))
+    named = name_retokenised(lost, hit * 64, spans, 64)
+    assert sum(n for _, n in named) == sum(n for _, n in lost) and all(n > 0 for _, n in named)
+    kept = sum(n for reason, n in named if reason == "no_snapshot")
+    assert kept == sum(n for reason, n in lost if reason == "no_snapshot")
+
+
 @given(hit=st.integers(0, 10), cached=st.integers(0, 19), parts=st.lists(st.integers(0, 5), max_size=4))
 def test_cached_and_lost_are_the_prompt(hit, cached, parts):
     index_lost = [("cold", n) for n in parts]
@@ -162,6 +198,7 @@ def test_cached_and_lost_are_the_prompt(hit, cached, parts):
         prompt_tokens=prompt_tokens,
         hit_tokens=hit,
         matchable_tokens=hit,
+        seen_tokens=hit,
         index_lost=index_lost,
         restored={"host": restored},
         worker_reason=None,

@@ -13,6 +13,7 @@ import pytest
 from fake_workers import FakeModel, FakeWorker
 from router_fakes import in_loop
 
+from moonrelay.stubs.v1 import worker_pb2
 from router.edge import WorkerLost, Workers
 
 
@@ -34,7 +35,8 @@ async def test_a_channel_is_not_closed_under_one_who_waits_for_it():
     async with nobody_accepts() as (host, port), asyncio.TaskGroup() as group:
         workers = Workers(connect_timeout_s=30, rpc_timeout_s=1, background=group.create_task)
         gone = replace(FakeWorker(FakeModel(), "decode", "gone").worker(), address=f"{host}:{port}")
-        waiting = [asyncio.ensure_future(workers.reserve(gone, str(n), 1, 1)) for n in range(2)]
+        request = worker_pb2.ReserveRequest()
+        waiting = [asyncio.ensure_future(workers.reserve(gone, request)) for _ in range(2)]
         await asyncio.sleep(0)
         workers.prune(frozenset())
         await asyncio.sleep(0)

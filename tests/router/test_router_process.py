@@ -193,18 +193,24 @@ async def test_the_index_answers_and_its_loss_is_a_miss(redis_url):
     hashes = prefix_hashes(root, ids, 64)
     redis = connect(redis_url)
     entry = Entry(nbytes=1, first=0)
-    await CacheIndex(redis, 64).write(
-        root, node, {**{("block", h): entry for h in hashes[:4]}, ("snapshot", hashes[2]): entry}
-    )
-    async with joined(redis_url, node) as (watching,):
-        assert await watching.wait_for(lambda m: bool(m.members("cachestore")), float("inf"))
+    blocks = {("block", h): entry for h in hashes[:4]}
+    written = CacheIndex(redis, 64)
+    await written.write(root, node, {**blocks, ("snapshot", hashes[2]): entry})
+    worker = member(FakeWorker(FakeModel(), "prefill", "p"), "t1")
+    kept = {name: Entry(nbytes=1, first=0, tier="device") for name in blocks}
+    await written.write(root, worker, {**kept, ("snapshot", hashes[3]): Entry(nbytes=1, tier="device")})
+    async with joined(redis_url, node, worker) as (watching, _):
+        both = lambda m: m.members("cachestore") and m.members("prefill")  # noqa: E731
+        assert await watching.wait_for(both, float("inf"))
         index = ClusterIndex(redis, watching, 1.0)
-        match = await index.match(root, hashes, 64, 300)
+        match = await index.match(root, hashes, print_, "", 300)
         assert (match.tokens, match.matchable_tokens) == (192, 256)
         assert match.hit is not None and match.hit.snapshot.first_block == 3
-        assert match.lost == (("no_snapshot", 64), ("remainder", 44))
+        assert match.lost == (("no_snapshot", 64), ("remainder", 44)) and match.kept == {("p", 1): 256}
         dead = connect("redis://127.0.0.1:1/0")
-        lost = await ClusterIndex(dead, watching, 1.0).match(root, hashes, 64, 300)
+        other = await index.match(prefix_root(print_, "tenant"), hashes, print_, "tenant", 300)
+        assert other.lost == (("salt", 256), ("remainder", 44)) and other.kept == {}
+        lost = await ClusterIndex(dead, watching, 1.0).match(root, hashes, print_, "", 300)
         assert (lost.tokens, lost.hit, lost.lost) == (0, None, (("tier_error", 300),))
         await dead.aclose()
     await redis.aclose()
