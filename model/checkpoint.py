@@ -130,22 +130,13 @@ def load_weights(model_dir: Path, config: ModelConfig) -> Weights:
 
     Raises: CheckpointError, naming the file, the tensor, what was expected and what was found.
     """
-    index_path = model_dir / INDEX_FILE
-    if index_path.exists():
-        weight_map = _read_index(index_path)
-        shards = [
-            _open_shard(model_dir / name, number) for number, name in enumerate(sorted(set(weight_map.values())))
-        ]
-        _check_index(index_path, weight_map, shards)
-    else:
-        shards = [_open_shard(model_dir / SINGLE_FILE, 0)]
+    shards, where = _open_all(model_dir)
     entries = {name: entry for shard in shards for name, entry in shard.entries.items()}
     packed = _experts_packed(model_dir, config, entries)
     expected = expected_tensors(config, experts_packed=packed)
     prefix = name_prefix(config)
     for name in expected:
         if prefix + name not in entries:
-            where = index_path if index_path.exists() else model_dir / SINGLE_FILE
             raise CheckpointError(where, prefix + name, f"shape {expected[name].describe_shape()}", "no such tensor")
     kept: dict[str, _Entry] = {}
     for name, entry in entries.items():
@@ -163,6 +154,40 @@ def load_weights(model_dir: Path, config: ModelConfig) -> Weights:
 def weights_revision(model_dir: Path) -> str:
     """`Weights.revision` of a checkpoint on disk: a part of the cache's fingerprint."""
     return load_weights(model_dir, load_config(model_dir)).revision()
+
+
+def load_tensors(
+    model_dir: Path, expected: Mapping[str, TensorSpec], optional: Mapping[str, TensorSpec]
+) -> dict[str, torch.Tensor]:
+    """A small checkpoint's tensors by name: all of `expected`, and of `optional` what is there. Mapped and checked.
+
+    Raises: CheckpointError, also for a tensor that is neither.
+    """
+    shards, where = _open_all(model_dir)
+    tensors = {}
+    for shard in shards:
+        for name, entry in shard.entries.items():
+            spec = expected.get(name) or optional.get(name)
+            if spec is None:
+                raise CheckpointError(shard.path, name, "only tensors that config.json calls for", _describe(entry))
+            _check_entry(shard.path, name, spec, entry)
+            tensors[name] = _view(shard, entry)
+    for name, spec in expected.items():
+        if name not in tensors:
+            raise CheckpointError(where, name, f"shape {spec.describe_shape()}", "no such tensor")
+    return tensors
+
+
+def _open_all(model_dir: Path) -> tuple[list[_Shard], Path]:
+    """The checkpoint's files, and the one that says which tensors there are."""
+    index_path = model_dir / INDEX_FILE
+    if not index_path.exists():
+        return [_open_shard(model_dir / SINGLE_FILE, 0)], model_dir / SINGLE_FILE
+    weight_map = _read_index(index_path)
+    names = sorted(set(weight_map.values()))
+    shards = [_open_shard(model_dir / name, number) for number, name in enumerate(names)]
+    _check_index(index_path, weight_map, shards)
+    return shards, index_path
 
 
 def _view(shard: _Shard, entry: _Entry) -> torch.Tensor:

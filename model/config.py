@@ -132,11 +132,11 @@ def parse_config(raw: Mapping[str, Any], path: Path) -> ModelConfig:
     table = FAMILIES[family]
     text, at = raw, ""
     if table.outer is not None:
-        _check(raw, table.outer, {}, table.ignored_outer, path, "")
+        check_fields(raw, table.outer, {}, table.ignored_outer, path, "")
         text, at = raw["text_config"], "text_config."
-    _check(text, table.text, table.checked_if_present, table.ignored_text, path, at)
+    check_fields(text, table.text, table.checked_if_present, table.ignored_text, path, at)
     linear = text["linear_attn_config"]
-    _check(linear, table.linear, {}, frozenset(), path, f"{at}linear_attn_config.")
+    check_fields(linear, table.linear, {}, frozenset(), path, f"{at}linear_attn_config.")
     mxfp4_group = None
     if "quantization_config" in text:
         mxfp4_group = _check_quantization(text["quantization_config"], path, f"{at}quantization_config.")
@@ -157,7 +157,7 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return table
 
 
-def _check(
+def check_fields(
     section: Mapping[str, Any],
     rules: Mapping[str, Rule],
     optional: Mapping[str, Rule],
@@ -179,7 +179,7 @@ def _check(
 
 def _check_quantization(section: Mapping[str, Any], path: Path, at: str) -> int:
     nothing = Rule("null", nullable=True)
-    _check(section, QUANTIZATION, {"kv_cache_scheme": nothing}, IGNORED_QUANTIZATION, path, at)
+    check_fields(section, QUANTIZATION, {"kv_cache_scheme": nothing}, IGNORED_QUANTIZATION, path, at)
     groups = section["config_groups"]
     if len(groups) != 1:
         raise ConfigError(path, f"{at}config_groups", "exactly one group", sorted(groups))
@@ -192,8 +192,8 @@ def _check_quantization(section: Mapping[str, Any], path: Path, at: str) -> int:
         "output_activations": nothing,
         "format": QUANTIZATION["format"],
     }
-    _check(group, QUANTIZATION_GROUP, optional, frozenset(), path, at)
-    _check(group["weights"], QUANTIZATION_WEIGHTS, {}, IGNORED_QUANTIZATION_WEIGHTS, path, f"{at}weights.")
+    check_fields(group, QUANTIZATION_GROUP, optional, frozenset(), path, at)
+    check_fields(group["weights"], QUANTIZATION_WEIGHTS, {}, IGNORED_QUANTIZATION_WEIGHTS, path, f"{at}weights.")
     return int(group["weights"]["group_size"])
 
 
