@@ -160,7 +160,7 @@ class Fetch:
                 logger.info("cache fetch missed", extra={"reason": miss.reason, "detail": str(miss)})
                 first = first or miss
                 continue
-            return self._report(bundle, reports, first)
+            return self._report(bundle, reports, first if bundle.tokens < hit.tokens else None)
         assert first is not None
         return FetchReport(miss_reason=first.reason, detail=str(first))
 
@@ -247,6 +247,9 @@ class Fetch:
 
     async def _lease(self, parts: Sequence[_Part], snapshot: bytes, until_s: float) -> None:
         """All parts at once. Raises: _Miss; then some of them may hold a lease."""
+        if len(parts) == 1:
+            await self._lease_part(parts[0], snapshot, until_s)
+            return
         results = await asyncio.gather(
             *(self._lease_part(part, snapshot, until_s) for part in parts), return_exceptions=True
         )
@@ -311,12 +314,20 @@ class Fetch:
             peer = Peer.FromString(part.member.peer)
             part.handle = self._to.landing.add(self._transports.read(peer, reads, until_s))
         handles = [part.handle for part, _ in plans if part.handle is not None]
-        pull = asyncio.gather(*handles)
         period_s = min(part.lease.ttl_ms for part, _ in plans if part.lease is not None) / 3000
         try:
-            while not (await asyncio.wait([pull], timeout=period_s))[0]:
-                await asyncio.gather(*(self._renew(part, period_s) for part, _ in plans))
-            return pull.result()
+            waiting = {handle.settled for handle in handles}
+            while waiting:
+                done, waiting = await asyncio.wait(waiting, timeout=period_s, return_when=asyncio.FIRST_EXCEPTION)
+                if any(each.exception() is not None for each in done):
+                    break
+                if waiting:
+                    await asyncio.gather(*(self._renew(part, period_s) for part, _ in plans))
+            return [handle.settled.result() for handle in handles if handle.settled.done()]
+        except asyncio.CancelledError:
+            for handle in handles:
+                handle.abort()
+            raise
         except ServeError as error:
             for handle in handles:
                 handle.abort()
@@ -325,8 +336,6 @@ class Fetch:
                     await self._to.landing.ended()
             await self._salvage([part for part, _ in plans])
             raise _Miss("stale_index" if isinstance(error, StaleEpoch) else "tier_error", str(error)) from None
-        finally:
-            pull.cancel()
 
     async def _renew(self, part: _Part, timeout_s: float) -> None:
         asked_s = time.monotonic()

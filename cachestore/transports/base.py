@@ -82,6 +82,11 @@ class ReadHandle:
         self._report.add_done_callback(lambda f: f.cancelled() or f.exception())  # a lost race must not warn
         self._timer = self._loop.call_later(max(0.0, deadline_s - time.monotonic()), self._expire)
 
+    @property
+    def settled(self) -> asyncio.Future[ReadReport]:
+        """Done once the read has succeeded, failed or passed its deadline. To wait on: cancelling it does nothing."""
+        return self._report
+
     def __await__(self) -> Generator[Any, None, ReadReport]:
         return self._wait().__await__()
 
