@@ -17,11 +17,12 @@ from engine.worker.settings import WorkerSettings
 from model.backend import load_backend
 from model.batch import Backend, PoolLayout, Segment
 from model.checkpoint import weights_revision
+from model.ops.snapshot import DTYPE_NAMES
 from model.tokenizer import tokenizer_revision
 from moonrelay.prefix import Fingerprint
 
 LAYOUT_VERSION: Final = "1"  # the stored order of blocks and snapshots, model/batch.py
-STORED_DTYPE: Final = "float32"
+ROW_DTYPE: Final = "float32"
 TRIAL_ROUNDS: Final = 3
 TRIAL_DECODE_STEPS: Final = 8
 TRIAL_MAX_S: Final = 2.0  # per number of threads
@@ -58,8 +59,8 @@ def load_model(settings: WorkerSettings, say: Callable[[str], None]) -> LoadedMo
         model=name,
         weights_revision=weights_revision(model_dir),
         tokenizer_revision=tokenizer_revision(model_dir),
-        row_dtype=STORED_DTYPE,
-        snapshot_dtype=STORED_DTYPE,
+        row_dtype=ROW_DTYPE,
+        snapshot_dtype=DTYPE_NAMES[settings.snapshot_dtype],
         layout_version=LAYOUT_VERSION,
         numerics_version=f"{backend.name}/{settings.numerics}",
         block_tokens=settings.block_tokens,

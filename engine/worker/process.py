@@ -131,6 +131,7 @@ def build_prompts(worker: Worker, cache: PromptCache) -> PromptRunner:
         worker.spawn,
         admission_wait_ms=settings.admission_wait_ms,
         publish_inflight_max=settings.publish_inflight_max,
+        snapshot_dtype=settings.snapshot_dtype,
     )
 
 

@@ -20,14 +20,16 @@ from engine.worker.bundles import Found
 from engine.worker.cache import PromptCache
 from engine.worker.memory import Extent, Holding, Memory, Want
 from engine.worker.metrics import WorkerMetrics
+from engine.worker.snapshots import SnapshotForm
 from engine.worker.sums import BlockSums
 from engine.worker.turn import Bundle, Turn, TurnPrompt
 from engine.worker.wire import Prompt
+from model.ops.snapshot import SnapshotDtype
 from moonrelay.stubs.v1 import common_pb2
 
 log = logging.getLogger(__name__)
 Spawn = Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]]
-COPY_INLINE_BYTES = 4 << 20  # some 0.4 ms: a hand-over to a thread that waits its turn costs as much
+INLINE_BYTES = 4 << 20  # copying as much takes some 0.4 ms: a hand-over to a thread that waits its turn costs that
 MakeSpan = Callable[[int, int, int], common_pb2.Span]  # pool, offset, length
 
 
@@ -109,9 +111,11 @@ class PromptRunner:
         *,
         admission_wait_ms: int,
         publish_inflight_max: int,
+        snapshot_dtype: SnapshotDtype = "fp32",
     ) -> None:
         self.engine, self.memory, self.metrics = engine, memory, metrics
         self.block_tokens = engine.settings.block_tokens
+        self.form = SnapshotForm(engine.state, engine.pools.layout, snapshot_dtype)
         self.num_background = 0  # publishes and quarantines
         self._cache, self._make_span, self.spawn = cache, make_span, spawn
         self._admission_wait_s = admission_wait_ms / 1000
@@ -206,11 +210,10 @@ class PromptRunner:
         if self._cache is None:
             return holding, Restored(usage=common_pb2.CacheUsage(miss_reason=common_pb2.MISS_REASON_TIER_ERROR))
         landing, restored = self._cache.landing(), None
+        rows, state = holding.rows(0, hit_blocks), self.form.extent(holding.reservation.slot)
         try:
             with self.metrics.fetch_seconds.time():
-                restored = await self._cache.restore(
-                    prompt.hit, prompt.root, prompt.hashes, holding.rows(0, hit_blocks), holding.state(), landing
-                )
+                restored = await self._cache.restore(prompt.hit, prompt.root, prompt.hashes, rows, state, landing)
         finally:
             pending = landing.pending
             if pending:
@@ -218,26 +221,39 @@ class PromptRunner:
             if pending or restored is None:
                 holding.drop()
         if pending:
-            holding = await self.memory.reserve(replace(want, hashes=()), deadline_s)
+            return await self.memory.reserve(replace(want, hashes=()), deadline_s), Restored(usage=restored.usage)
+        if restored.usage.cached_tokens and not self.form.exact:
+            await self._beside(holding, lambda: self.form.decode(holding.reservation.slot))
         return holding, Restored(usage=restored.usage, xxh3=restored.xxh3)
 
     async def _take(self, holding: Holding, found: Found) -> Restored:
         """A bundle kept here: its rows are shared as they are, its snapshot is copied to the sequence's own slot."""
-        assert found.slot is not None
-        source, target = found.slot, holding.reservation.slot
-        if self.memory.slot_bytes <= COPY_INLINE_BYTES:
-            self.engine.pools.copy_state(source, target)
-        else:
-            copied = asyncio.get_running_loop().run_in_executor(None, self.engine.pools.copy_state, source, target)
-            try:
-                await asyncio.shield(copied)
-            except asyncio.CancelledError:
-                self.quarantine(holding, copied, lambda: self.memory.untake(holding))
-                holding.drop()
-                raise
-        self.memory.untake(holding)
+        source = found.slot
+        assert source is not None
+        await self._beside(
+            holding,
+            lambda: self.form.restore(source, holding.reservation.slot),
+            then=lambda: self.memory.untake(holding),
+        )
         tokens = len(found.blocks) * self.block_tokens
         return Restored(usage=common_pb2.CacheUsage(cached_tokens=tokens, cached_device=tokens), xxh3=found.xxh3)
+
+    async def _beside(
+        self, holding: Holding, work: Callable[[], None], then: Callable[[], None] = lambda: None
+    ) -> None:
+        """Work on the holding's slot, in a thread where it takes long; `then` follows in any case. The memory is
+        dropped for a caller that is cancelled, but given back only when the thread has let go of it."""
+        if self.memory.slot_bytes <= INLINE_BYTES:
+            work()
+        else:
+            done = asyncio.get_running_loop().run_in_executor(None, work)
+            try:
+                await asyncio.shield(done)
+            except asyncio.CancelledError:
+                self.quarantine(holding, done, then)
+                holding.drop()
+                raise
+        then()
 
     async def _write_back(self, turn: Turn) -> None:
         try:
@@ -254,6 +270,9 @@ class PromptRunner:
         """Keep it here; publish it, unless enough publishes run already; then give snapshots and memory back."""
         try:
             depths = [(s.tokens // self.block_tokens, s.slot) for s in taken]
+            if not self.form.exact:
+                for _, slot in depths:
+                    await asyncio.get_running_loop().run_in_executor(self._hasher, self.form.encode, slot)
             known = [sums.known(index) for index in range(bundle.end)]
             self.memory.keep(holding, bundle.root, bundle.hashes[: bundle.end], known, depths)
             if self._cache is None or not bundle.publish:
@@ -276,7 +295,7 @@ class PromptRunner:
         blocks = list(zip(range(bundle.first, bundle.end), await sums.spans(bundle.first, bundle.end), strict=True))
         for index, span in blocks:
             self.memory.bundles.learn(bundle.hashes[index], span.xxh3)
-        states = [(depth, await self.checked(self.memory.slot_parts(slot))) for depth, slot in snapshots]
+        states = [(depth, await self.checked(self.form.parts(slot))) for depth, slot in snapshots]
         await cache.store(bundle.hit, bundle.root, bundle.hashes, blocks, states)
 
     def _drop(self, taken: Sequence[SnapshotTaken]) -> None:

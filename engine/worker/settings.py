@@ -8,6 +8,7 @@ import msgspec
 
 from engine.settings import EngineSettings
 from engine.worker.timing import Timing
+from model.ops.snapshot import SnapshotDtype
 from moonrelay.errors import SettingsError
 
 
@@ -41,6 +42,7 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         0.5  # of the pools: what finished prompts and turns may keep until somebody needs it; 0: off
     )
     writeback: Literal["on", "off", "adaptive"] = "adaptive"  # see EngineSettings
+    snapshot_dtype: SnapshotDtype = "fp32"  # how snapshots are stored; what each costs in precision: engine/DESIGN.md
     admission_wait_ms: int = 30_000  # the longest a prompt waits for memory
 
     cache: bool = True  # fetch from and publish to the cache nodes

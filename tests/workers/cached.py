@@ -71,7 +71,14 @@ class CacheNode:
 
 @contextlib.asynccontextmanager
 async def cached_world(
-    valkey, make_engine, backend, *, publish_inflight_max: int = 2, kept_share: float = 0.0, **how
+    valkey,
+    make_engine,
+    backend,
+    *,
+    publish_inflight_max: int = 2,
+    kept_share: float = 0.0,
+    snapshot_dtype: str = "fp32",
+    **how,
 ) -> AsyncIterator[tuple[World, CacheNode]]:
     nodes: list[CacheNode] = []
 
@@ -80,6 +87,7 @@ async def cached_world(
         await nodes[0].start()
         world.nodes = nodes[0]
         world.publish_inflight_max, world.kept_share = publish_inflight_max, kept_share
+        world.snapshot_dtype = snapshot_dtype
 
     try:
         async with running(make_engine, backend, prepare=prepare, **how) as world:

@@ -95,6 +95,7 @@ class World:
         self.timing, self.reservation_ttl_ms = timing, reservation_ttl_ms
         self.publish_inflight_max = 2
         self.kept_share = 0.0  # the device tier
+        self.snapshot_dtype = "fp32"
         self.part_bytes = PART_BYTES
         self.tier: HeldBlocks | None = None  # what decode has kept; set before `start`
         self.caches: list[WorkerCache] = []
@@ -185,6 +186,7 @@ class World:
         prompts = PromptRunner(
             engine, memory, cache, transports.span, metrics, self.spawn,
             admission_wait_ms=30_000, publish_inflight_max=self.publish_inflight_max,
+            snapshot_dtype=self.snapshot_dtype,
         )  # fmt: skip
         server = Server(f"moonrelay.v1.{source.title()}Worker")
         address = server.bind("127.0.0.1:0", None)
