@@ -19,7 +19,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from tests.cluster.faults_matrix import ENVIRONMENT, TRANSPORTS, Case, Matrix, Outcome, every_case, sample
+from tests.cluster.faults_cases import TRANSPORTS, Case, every_case, sample
+from tests.cluster.faults_matrix import ENVIRONMENT, Matrix, Outcome
 from tests.cluster.harness import Cluster, running_cluster
 
 

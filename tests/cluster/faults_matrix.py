@@ -13,21 +13,14 @@ import signal
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import aiohttp
 
+from tests.cluster.faults_cases import LOAD, SIGNALS, VICTIMS, WARM, Body, Case, Reply
 from tests.cluster.harness import Cluster
-
-Phase = Literal["idle", "admitted", "prefill", "handoff", "stream", "publish"]
-Fault = Literal["kill", "stop", "restart"]
-PHASES: tuple[Phase, ...] = ("idle", "admitted", "prefill", "handoff", "stream", "publish")
-FAULTS: tuple[Fault, ...] = ("kill", "stop", "restart")
-VICTIMS = ("router-0", "prefill-0", "decode-0", "cachestore-0", "valkey")
-TRANSPORTS = ("nixl", "tcp")
-SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "restart": signal.SIGTERM}
 
 # Short clocks, so that what a fault leaves behind is over within seconds and a stopped worker is given up.
 ENVIRONMENT = {
@@ -41,6 +34,8 @@ STOP_S = 3.0  # longer than membership keeps a silent process
 REACH_S = 6.0  # for a phase to be reached
 SETTLE_S = 60.0  # for everything that a fault left behind to end; a worker's start takes most of it on a busy machine
 RETRIABLE = {"overloaded", "unavailable", "transfer_failed", "deadline_exceeded", "stale_epoch", "handoff_refused"}
+ORPHANS_S = 3.0 + 0.010 * LOAD[0].length  # what a router that fell had reserved lasts 10 ms longer per token
+RESERVED = 'moonrelay_decode_reservations{phase="reserved"}'
 BOOKS = {
     "prefill-0": ("moonrelay_prefill_handoffs", "moonrelay_prefill_leaked_blocks",
                   "moonrelay_prefill_leaked_state_slots", "moonrelay_prefill_quarantined_bytes"),
@@ -49,60 +44,6 @@ BOOKS = {
     "cachestore-0": ("moonrelay_cache_leases", "moonrelay_cache_hidden_entries", "moonrelay_cache_quarantined_bytes"),
     "router-0": ("moonrelay_router_in_flight_requests", "moonrelay_router_queue_requests"),
 }  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Case:
-    victim: str
-    fault: Fault
-    phase: Phase
-
-
-def every_case() -> list[Case]:
-    """All of them; neighbours differ in the victim, so that none is struck twice in a row."""
-    return [Case(victim=v, fault=f, phase=p) for p in PHASES for f in FAULTS for v in VICTIMS]
-
-
-def sample(seed: int) -> list[Case]:
-    """One case per phase that together hold every fault and every victim; which goes with which rotates."""
-    phases = PHASES[seed % 6 :] + PHASES[: seed % 6]
-    return [
-        Case(victim=VICTIMS[(i + seed // 18) % 5], fault=FAULTS[(i + seed // 6) % 3], phase=phase)
-        for i, phase in enumerate(phases)
-    ]
-
-
-@dataclass(frozen=True, slots=True)
-class Body:
-    """A request: its prompt's length and first id decide its ids; every second one is sampled, with a seed."""
-
-    length: int
-    new_tokens: int
-    first: int
-    tenant: str = ""  # empty: the case's own, in which nothing is cached
-
-    def json(self, model: str) -> dict[str, Any]:
-        ids = [300 + (self.first + 7 * j + j * j % 11) % 5000 for j in range(self.length)]
-        body = {"model": model, "prompt": ids, "max_tokens": self.new_tokens, "ignore_eos": True, "stream": True}
-        law = {"temperature": 0.9, "top_p": 0.9, "seed": self.first} if self.first % 2 else {"temperature": 0}
-        return body | law | {"return_token_ids": True}
-
-
-WARM = Body(801, 30, 22, tenant="warm")  # its prefix is in the cache: requests that fetch are among the load
-LOAD = (Body(2500, 24, 1), Body(700, 60, 42), Body(200, 80, 63), Body(65, 100, 84), WARM)
-ORPHANS_S = 3.0 + 0.010 * 2500  # what a router that fell had reserved lasts 10 ms longer per token
-RESERVED = 'moonrelay_decode_reservations{phase="reserved"}'
-
-
-@dataclass(slots=True)
-class Reply:
-    """What a client got: the tokens so far, and how it ended."""
-
-    tokens: list[int] = field(default_factory=list)
-    end: str = "nothing"  # finished; an error's code; lost: the connection broke
-    seconds: float = 0.0
-    cached_tokens: int = 0
-    retries: int = 0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -192,12 +133,12 @@ class Matrix:
                 return await self._seen("decode-0", RESERVED, above=before)
             case "prefill":
                 start()
-                return await self._seen("prefill-0", "moonrelay_prefill_handoffs", "computing", "opened")
+                return await self._seen("prefill-0", "moonrelay_prefill_handoffs", "computing", "lending")
             case "handoff":
                 start()
-                begun = await self._seen("prefill-0", "moonrelay_prefill_handoffs")
+                begun = await self._seen("decode-0", "moonrelay_decode_reservations", "following", "pulling")
                 freezer.freeze(cluster.pid("decode-0"))
-                return begun and await self._seen("prefill-0", "moonrelay_prefill_handoffs", "published", "final")
+                return begun and await self._seen("prefill-0", "moonrelay_prefill_handoffs", "published")
             case "stream":
                 start()
                 return await reached(lambda: sum(len(r.tokens) > 4 for r in replies) > 1)

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.faults_matrix import ENVIRONMENT, TRANSPORTS, Case, Matrix, Outcome, sample
+from tests.cluster.faults_cases import TRANSPORTS, Case, sample
+from tests.cluster.faults_matrix import ENVIRONMENT, Matrix, Outcome
 from tests.cluster.harness import running_cluster
 
 pytestmark = pytest.mark.cluster
