@@ -15,6 +15,7 @@ from typing import Any
 
 import grpc
 import grpc.aio
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from model.tokenizer import Tokenizer
 from moonrelay.errors import ServeError
@@ -102,6 +103,7 @@ class FakeWorker:
     cancelled: int = 0
     opens: bool = True  # prefill: lets decode follow the handoff from its beginning
     late_first_token: asyncio.Event | None = None
+    frozen: bool = False  # answers nothing
     cache: common_pb2.CacheUsage = field(default_factory=common_pb2.CacheUsage)
 
     def __post_init__(self) -> None:
@@ -112,6 +114,7 @@ class FakeWorker:
 
     async def start(self) -> FakeWorker:
         self.server = grpc.aio.server(options=(("grpc.so_reuseport", 0),))
+        health_pb2_grpc.add_HealthServicer_to_server(FakeHealth(self), self.server)
         if self.role == "prefill":
             worker_pb2_grpc.add_PrefillWorkerServicer_to_server(FakePrefill(self), self.server)
         else:
@@ -138,6 +141,9 @@ class FakeWorker:
 
     async def enter(self, method: str, request: Any, context: Any) -> None:
         self.calls.append((method, request))
+        if self.frozen:
+            self.holding.set()
+            await self.go_on.wait()
         pending = self.faults.get(method)
         if pending:
             error = pending.pop(0)
@@ -168,6 +174,16 @@ class FakeWorker:
                 await asyncio.Event().wait()
             tokens = [self.model.token(i, sampling) for i in ids[start_at : start_at + step]]
             yield worker_pb2.DecodeEvent(tokens=worker_pb2.Tokens(tokens=tokens))
+
+
+class FakeHealth(health_pb2_grpc.HealthServicer):
+    def __init__(self, worker: FakeWorker) -> None:
+        self.worker = worker
+
+    async def Check(self, request, context):
+        if self.worker.frozen:
+            await self.worker.go_on.wait()
+        return health_pb2.HealthCheckResponse()
 
 
 class FakePrefill(worker_pb2_grpc.PrefillWorkerServicer):
@@ -249,7 +265,8 @@ class FakeDecode(worker_pb2_grpc.DecodeWorkerServicer):
         try:
             prompt = await worker.model.handoffs[source.handoff_id]
             ids, reason = worker.model.next_ids(prompt, sampling)
-            yield worker_pb2.DecodeEvent(adopted=worker_pb2.Adopted(bytes=1_000, transport="tcp", pull_seconds=0.5))
+            adopted = worker_pb2.Adopted(bytes=1_000, transport="tcp", pull_seconds=0.5, held_tokens=64)
+            yield worker_pb2.DecodeEvent(adopted=adopted)
             async for event in worker.stream(ids, request.sampling):
                 yield event
         except asyncio.CancelledError:

@@ -273,7 +273,7 @@ async def test_token_ids_come_back_where_asked():
 
 
 async def _cached(c: Cluster, **cache: int) -> dict:
-    c.index.tokens, c.index.matchable_tokens = 128, 192
+    c.index.tokens, c.index.matchable_tokens, c.index.seen_tokens = 128, 192, 256
     for worker in c.workers.values():
         worker.cache = common_pb2.CacheUsage(**cache)
     _, answer = await c.post("/v1/completions", completion_request([5] * 300, max_tokens=2), x_moonrelay_explain="1")
@@ -298,6 +298,8 @@ async def test_usage_says_what_the_cache_gave_and_who_served(roles):
         method, name = ("Prefill", "prefill-0") if len(roles) == 2 else ("Generate", "aggregated-0")
         request = c.workers[name].requests(method)[0]
         assert request.hit.tokens == 128 and list(request.snapshot_at) == [256]
+        assert served["possible_tokens"] == 256 and served["lost"] == [{"reason": "no_snapshot", "tokens": 172}]
+        assert served["first_token_seconds"] > 0 and served["recalled_tokens"] == 0
 
         usage = await _cached(c, miss_reason=common_pb2.MISS_REASON_STALE_INDEX)
         details = usage["prompt_tokens_details"]
@@ -360,6 +362,11 @@ async def test_metrics_count_what_happened():
             'vllm:time_to_first_token_seconds_count{model_name="toy"} 1.0',
             'moonrelay_router_cache_hit_tokens_total{tier="remote"} 128.0',
             'moonrelay_router_cache_lost_tokens_total{reason="no_snapshot"} 172.0',
+            "moonrelay_router_cache_prompt_tokens_total 300.0",
+            "moonrelay_router_cache_matchable_tokens_total 192.0",
+            "moonrelay_router_cache_possible_tokens_total 256.0",
+            "moonrelay_router_handoff_prompt_tokens_total 300.0",
+            "moonrelay_router_handoff_held_tokens_total 64.0",
             'moonrelay_router_handoff_bytes_total{transport="tcp"} 1000.0',
             "moonrelay_router_ready 1.0",
         ]:

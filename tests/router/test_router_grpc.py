@@ -60,6 +60,9 @@ async def test_a_chat_means_the_same_as_over_http():
         assert (done.finish_reason, done.completion_tokens) == ("stop", answer["usage"]["completion_tokens"])
         assert done.prompt_tokens == answer["usage"]["prompt_tokens"]
         assert done.cache.miss_reason == common_pb2.MISS_REASON_COLD
+        assert [(lost.reason, lost.tokens) for lost in done.cache.lost] == [
+            (common_pb2.MISS_REASON_COLD, done.prompt_tokens)
+        ]
         first, second = c.workers["prefill-0"].requests("Prefill")
         assert first.prompt_ids == second.prompt_ids and first.sampling == second.sampling
 
