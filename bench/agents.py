@@ -55,6 +55,7 @@ class Ledger:
     requests: int = 0
     by_tier: Counter[str] = field(default_factory=Counter)
     lost: Counter[str] = field(default_factory=Counter)
+    recalled: int = 0  # generated tokens whose ids the routers put back
     respelled: int = 0  # turns whose generated ids did not come back as they were
 
     def ideal(self, prompt: list[int], asked_s: float) -> int:
@@ -80,7 +81,9 @@ class Ledger:
         self.respelled += prompt[: len(last)] != last
         self.requests += 1
         self.by_tier.update(details["cached_tokens_by_tier"])
-        self.lost.update(details.get("lost") or {details["miss_reason"]: len(prompt) - hit})
+        for lost in usage["moonrelay"]["lost"]:
+            self.lost[lost["reason"]] += lost["tokens"]
+        self.recalled += usage["moonrelay"]["recalled_tokens"]
         now_s = time.monotonic()
         for name in prefix_hashes(b"\0" * 16, [*prompt, *answer], BLOCK_TOKENS):
             self.seen.setdefault(name, now_s)
@@ -89,7 +92,10 @@ class Ledger:
 class Agents:
     def __init__(self, cluster: Cluster, plan: agents_plan.Plan, concurrency: int) -> None:
         self._plan, self._cluster = plan, cluster
-        self._clients = [openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none") for url in cluster.urls]
+        self._clients = [
+            openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", default_headers={"x-moonrelay-explain": "1"})
+            for url in cluster.urls
+        ]
         self._places = asyncio.Semaphore(concurrency)
         lead = [{"role": "system", "content": plan.system}]
         self._messages: list[list[dict[str, Any]]] = [
@@ -203,6 +209,7 @@ def summary(agents: Agents, ttft: dict[str, float]) -> dict[str, Any]:
         "possible_hit_rate": round(ledger.possible / ledger.prompt, 4),
         "by_tier": dict(ledger.by_tier),
         "lost": dict(ledger.lost),
+        "recalled_tokens": ledger.recalled,
         "respelled_turns": ledger.respelled,
         "generated_per_turn": {"mean": statistics.mean(turns), "min": min(turns), "max": max(turns)},
         "ttft": ttft,

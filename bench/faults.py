@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from tests.cluster.faults_cases import TRANSPORTS, Case, every_case, sample
-from tests.cluster.faults_matrix import ENVIRONMENT, Matrix, Outcome
+from tests.cluster.faults_matrix import Matrix, Outcome, settings
 from tests.cluster.harness import Cluster, running_cluster
 
 
@@ -64,10 +64,11 @@ def main() -> int:
         args.out.write_text(json.dumps(result, indent=1) + "\n")
 
     for transport in args.transport or TRANSPORTS:
-        with tempfile.TemporaryDirectory(prefix="moonrelay-faults-") as folder:
-            settings = {**ENVIRONMENT, "MOONRELAY_TRANSPORT": transport}
-            with running_cluster(Path(folder), **settings) as cluster:
-                result["left"][transport] = asyncio.run(run(cluster, transport, cases, save))
+        with (
+            tempfile.TemporaryDirectory(prefix="moonrelay-faults-") as folder,
+            running_cluster(Path(folder), **settings(transport)) as cluster,
+        ):
+            result["left"][transport] = asyncio.run(run(cluster, transport, cases, save))
     shown = {key: result[key] for key in ("wrong", "phase_missed", "left", "ends")}
     print(json.dumps({"cases": len(result["cases"]), **shown}))
     args.out.write_text(json.dumps(result, indent=1) + "\n")

@@ -22,8 +22,10 @@ import aiohttp
 from tests.cluster.faults_cases import LOAD, SIGNALS, VICTIMS, WARM, Body, Case, Reply
 from tests.cluster.harness import Cluster
 
+# With NIXL the workers keep finished prompts too, with TCP the nodes alone: both ways to a hit are struck.
+DEVICE_SHARE = {"nixl": "0.5", "tcp": "0"}
 # Short clocks, so that what a fault leaves behind is over within seconds and a stopped worker is given up.
-ENVIRONMENT = {
+CLOCKS = {
     "MOONRELAY_HANDOFF_TIMEOUT_MS": "1000", "MOONRELAY_HANDOFF_LEASE_MS": "2000",
     "MOONRELAY_LONGEST_TRANSFER_MS": "1000", "MOONRELAY_STALL_TIMEOUT_MS": "5000", "MOONRELAY_RPC_TIMEOUT_MS": "2000",
     "MOONRELAY_RESERVATION_TTL_MS": "3000", "MOONRELAY_DRAIN_TIMEOUT_MS": "3000", "MOONRELAY_DRAIN_MS": "3000",
@@ -44,6 +46,11 @@ BOOKS = {
     "cachestore-0": ("moonrelay_cache_leases", "moonrelay_cache_hidden_entries", "moonrelay_cache_quarantined_bytes"),
     "router-0": ("moonrelay_router_in_flight_requests", "moonrelay_router_queue_requests"),
 }  # fmt: skip
+
+
+def settings(transport: str) -> dict[str, str]:
+    """The environment of a cluster to be struck."""
+    return {**CLOCKS, "MOONRELAY_TRANSPORT": transport, "MOONRELAY_DEVICE_SHARE": DEVICE_SHARE[transport]}
 
 
 @dataclass(slots=True, kw_only=True)

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.faults_cases import TRANSPORTS, Case, sample
-from tests.cluster.faults_matrix import ENVIRONMENT, Matrix, Outcome
+from tests.cluster.faults_matrix import Matrix, Outcome, settings
 from tests.cluster.harness import running_cluster
 
 pytestmark = pytest.mark.cluster
@@ -32,8 +32,7 @@ SEED = commit_seed()
 
 @pytest.fixture(scope="module")
 def matrix(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Matrix]:
-    settings = {**ENVIRONMENT, "MOONRELAY_TRANSPORT": TRANSPORTS[SEED % 2]}
-    with running_cluster(tmp_path_factory.mktemp("faults"), **settings) as cluster:
+    with running_cluster(tmp_path_factory.mktemp("faults"), **settings(TRANSPORTS[SEED % 2])) as cluster:
         made = Matrix(cluster)
         asyncio.run(learn(made))
         yield made
