@@ -24,18 +24,23 @@ class Books(Protocol):
     def entry(self, key: Key) -> Stored | None: ...
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Chain:
     """Every entry from where the node's unbroken run begins to one block, shallowest first."""
 
     entries: list[Stored]
     regions: list[tuple[Region, ...]]  # when `packed` was made
     packed: list[bytes]
+    states: list[State]  # when it was last looked at
 
     def holds(self) -> bool:
-        """Whether its entries are still here, where they were."""
-        entries = self.entries
-        return State.LEAVING not in [e.state for e in entries] and [e.regions for e in entries] == self.regions
+        """Whether its entries are still here, where they were. Lists of the same objects compare at once."""
+        states = [e.state for e in self.entries]
+        if states != self.states:
+            if any(state is State.LEAVING for state in states):
+                return False
+            self.states = states
+        return [e.regions for e in self.entries] == self.regions
 
 
 class Chains:
@@ -78,11 +83,12 @@ class Chains:
         if not walked:
             return None
         walked.reverse()
-        before = kept or _Chain([], [], [])
+        before = kept or _Chain([], [], [], [])
         chain = _Chain(
             [*before.entries, *walked],
             [*before.regions, *(e.regions for e in walked)],
             [*before.packed, *map(self._pack, walked)],
+            [*before.states, *(e.state for e in walked)],
         )
         self._keep(last, chain)
         return chain
