@@ -17,7 +17,7 @@ from grpc_reflection.v1alpha import reflection
 from redis.asyncio import Redis
 
 from cachestore.arena import Arena
-from cachestore.client import MESSAGE_BYTES_MAX
+from cachestore.client import MESSAGE_BYTES_MAX, CacheClient
 from cachestore.index import CacheIndex
 from cachestore.lines import LineServer
 from cachestore.node.core import NodeCore
@@ -25,6 +25,7 @@ from cachestore.node.edge import CacheNodeEdge
 from cachestore.node.index_writer import Identity
 from cachestore.node.intake import ARENA_POOL, Intake
 from cachestore.node.metrics import NodeMetrics
+from cachestore.node.replication import Replication
 from cachestore.node.tiers import DiskTier
 from cachestore.settings import CacheSettings
 from cachestore.transports import TransportSet
@@ -124,7 +125,11 @@ class Node:
             self.core, intake.room, intake.index, lambda offset, length: self.arena.view[offset : offset + length],
             self.metrics, Path(settings.disk_dir) if settings.disk_dir is not None else None,
         )  # fmt: skip
-        edge = CacheNodeEdge(self.core, intake, identity, self.metrics, _die, disk)
+        client = CacheClient(transports, self.membership)
+        replication = Replication(
+            self.core, disk, client, self.membership, identity, self.metrics, after=settings.replicate_after
+        )
+        edge = CacheNodeEdge(self.core, intake, identity, self.metrics, _die, disk, replication)
         address = self._bind(edge)
         lines = LineServer(edge)
         line_address = f"{settings.advertise_host or host}:{await lines.start(host)}"
@@ -139,6 +144,7 @@ class Node:
                     lines.run(),
                     intake.index.run(self._index_reachable),
                     disk.run(),
+                    replication.run(),
                     keep_warm(transports, self.membership, ("prefill", "decode", "aggregated")),
                 )
                 tasks = [group.create_task(each) for each in work]
@@ -155,6 +161,7 @@ class Node:
         finally:
             await self._server.stop(STOP_GRACE_S)
             await lines.close()
+            await client.close()
             await disk.close()
             await transports.close()
         print(f"{self.instance_id} stopped", flush=True)

@@ -26,6 +26,7 @@ class CacheSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     dram_bytes: int = 512 << 20  # address space; a page costs memory once it is used
     disk_dir: str | None = None  # a new, an empty or an earlier node's directory; None: no disk tier
     disk_bytes: int = 0  # how much the files may take
+    replicate_after: int = 32  # leases of a bundle within a minute that give it to another node too; 0: never
     pull_timeout_ms: int = 10_000  # the longest a publish may take
     longest_transfer_ms: int = 2_000  # how long a read may go on after its lease expired
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
@@ -37,6 +38,8 @@ class CacheSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             raise SettingsError(f"disk_dir: expected a directory for disk_bytes {self.disk_bytes}, found none")
         if self.disk_dir is not None and self.disk_bytes < DISK_BYTES_MIN:
             raise SettingsError(f"disk_bytes: expected at least {DISK_BYTES_MIN}, found {self.disk_bytes}")
+        if self.replicate_after < 0:
+            raise SettingsError(f"replicate_after: expected 0 or more, found {self.replicate_after}")
         for name in ("pull_timeout_ms", "longest_transfer_ms"):
             if getattr(self, name) <= 0:
                 raise SettingsError(f"{name}: expected more than 0, found {getattr(self, name)}")

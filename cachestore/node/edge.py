@@ -18,6 +18,7 @@ from cachestore.node.core import NodeCore
 from cachestore.node.index_writer import Identity
 from cachestore.node.intake import ARENA_POOL, ENTRIES_MAX, Intake
 from cachestore.node.metrics import NodeMetrics
+from cachestore.node.replication import Replication
 from cachestore.node.tiers import DiskTier
 from cachestore.spans import mark_disk
 from moonrelay.errors import InvalidRequest, InvariantError, Overloaded, ServeError, StaleEpoch
@@ -46,9 +47,10 @@ class CacheNodeEdge(cache_pb2_grpc.CacheNodeServicer):
     def __init__(
         self, core: NodeCore, intake: Intake, identity: Identity, metrics: NodeMetrics,
         on_bug: Callable[[BaseException], None], disk: DiskTier | None = None,
+        replication: Replication | None = None,
     ) -> None:  # fmt: skip
         self._core, self._intake, self._identity, self._metrics = core, intake, identity, metrics
-        self._on_bug, self._disk = on_bug, disk
+        self._on_bug, self._disk, self._replication = on_bug, disk, replication
         self._chains = Chains(core, ARENA_POOL)
         metrics.watch(core.stats)
 
@@ -95,12 +97,14 @@ class CacheNodeEdge(cache_pb2_grpc.CacheNodeServicer):
             raise StaleEpoch(f"this node's epoch is {self._identity.epoch}, not {request.node_epoch}")
         if not 0 < request.ttl_ms <= LEASE_TTL_MS_MAX:
             raise InvalidRequest(f"expected 1 to {LEASE_TTL_MS_MAX} ms, found {request.ttl_ms}", param="ttl_ms")
-        named = self._named(request)
-        from_disk = [number for number, (_, packed) in enumerate(named) if not packed]
+        entries, packed = self._named(request)
+        from_disk = [number for number, spans in enumerate(packed) if not spans] if b"" in packed else []
         if from_disk and self._disk is not None:
             wait_s = min(remaining_s or PROMOTE_TIMEOUT_S, PROMOTE_TIMEOUT_S)
-            await self._disk.ensure([entry.offer.key for entry, _ in named], time.monotonic() + wait_s)
-            named = self._named(request)
+            await self._disk.ensure([entry.offer.key for entry in entries], time.monotonic() + wait_s)
+            entries, packed = self._named(request)
+        if from_disk and b"" in packed:
+            raise NotHere("an entry is on disk only")
         # What rests on a chain's deepest block cannot leave before it: holding that one holds all.
         ends = [Key(request.root, BLOCK, chain.last) for chain in request.chains]
         ends += [Key(request.root, SNAPSHOT, request.snapshot)] * bool(request.snapshot)
@@ -110,31 +114,36 @@ class CacheNodeEdge(cache_pb2_grpc.CacheNodeServicer):
         if isinstance(lease, Key):
             raise NotHere(f"a {lease.kind} is not here")
         self._metrics.leases_granted.inc()
-        spans = b"".join(packed for _, packed in named)
+        if request.snapshot and self._replication is not None:
+            self._replication.leased(ends[-1])
+        spans = b"".join(packed)
         if from_disk:
             spans = mark_disk(spans, from_disk)
         return cache_pb2.LeaseReply(lease_id=lease.id, fence=lease.fence, ttl_ms=lease.ttl_ms, spans=spans)
 
-    def _named(self, request: cache_pb2.LeaseRequest) -> list[tuple[Stored, bytes]]:
-        """Every entry that a lease names, with its packed spans; none where it is on disk only.
+    def _named(self, request: cache_pb2.LeaseRequest) -> tuple[list[Stored], list[bytes]]:
+        """Every entry that a lease names, and each one's packed spans; none where it is on disk only.
 
         Raises: InvalidRequest, NotHere.
         """
         count = sum(chain.count for chain in request.chains) + bool(request.snapshot)
         if not 0 < count <= ENTRIES_MAX or any(chain.count == 0 for chain in request.chains):
             raise InvalidRequest(f"a lease names 1 to {ENTRIES_MAX} entries", param="chains")
-        named: list[tuple[Stored, bytes]] = []
+        entries: list[Stored] = []
+        packed: list[bytes] = []
         for chain in request.chains:
             found = self._chains.find(Key(request.root, BLOCK, chain.last), chain.first_block, chain.count)
             if found is None:
                 raise NotHere("a block is not here")
-            named += zip(*found, strict=True)
+            entries += found[0]
+            packed += found[1]
         if request.snapshot:
             snapshot = self._chains.single(Key(request.root, SNAPSHOT, request.snapshot))
             if snapshot is None:
                 raise NotHere("a snapshot is not here")
-            named.append(snapshot)
-        return named
+            entries.append(snapshot[0])
+            packed.append(snapshot[1])
+        return entries, packed
 
     async def _renew(self, request: cache_pb2.RenewRequest) -> cache_pb2.RenewReply:
         lease = self._core.renew(request.lease_id, request.fence, _now_ms())

@@ -42,6 +42,10 @@ class NodeMetrics:
         self.not_written = self._counter("disk_not_worth_it", "Not written: the disk is full, nobody asked for it")
         self.disk_errors = self._counter("disk_errors", "Writes and deletions that failed, by why", "reason")
         self.refused_files = self._counter("disk_refused_entries", "Not served since a checksum differs", "reason")
+        self.replicated = self._counter("replicated_bundles", "Hot bundles offered to other nodes, by end", "reason")
+        self.replicated_bytes = self._counter("replicated_bytes", "Bytes of hot bundles that other nodes took")
+        for reason in ("stored", "already_there", "failed"):
+            self.replicated.labels(reason)
         for reason in ("torn", "altered", "unreadable", "memory"):
             self.refused_files.labels(reason)
         for reason in ("full", "failed"):

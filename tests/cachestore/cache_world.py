@@ -27,6 +27,7 @@ from cachestore.node.core import NodeCore
 from cachestore.node.edge import CacheNodeEdge
 from cachestore.node.intake import ARENA_POOL, Identity, Intake
 from cachestore.node.metrics import NodeMetrics
+from cachestore.node.replication import Replication
 from cachestore.node.tiers import DiskTier, Pace
 from cachestore.transports import Landing, MemoryFabric, Slice, TransportSet
 from moonrelay.membership import Load, Member, Membership
@@ -141,7 +142,7 @@ class LocalNode:
 
     def __init__(
         self, name: str, epoch: int, fabric: MemoryFabric, redis, dram_bytes: int, disk: Path | None = None,
-        disk_bytes: int = 0,
+        disk_bytes: int = 0, others: Listed | None = None, replicate_after: int = 0,
     ) -> None:  # fmt: skip
         self.identity = Identity(instance_id=name, epoch=epoch)
         self.arena = Arena(dram_bytes)
@@ -159,7 +160,13 @@ class LocalNode:
             Pace(open_again_s=0.02, pause_s=0.02),
         )  # fmt: skip
         self.work: list[asyncio.Task[None]] = []
-        self.edge = CacheNodeEdge(self.core, self.intake, self.identity, metrics, self.bugs.append, self.disk)
+        self.client = CacheClient(self.transports, others or Listed())
+        self.replication = Replication(
+            self.core, self.disk, self.client, others or Listed(), self.identity, metrics, after=replicate_after
+        )
+        self.edge = CacheNodeEdge(
+            self.core, self.intake, self.identity, metrics, self.bugs.append, self.disk, self.replication
+        )
         self.server = grpc.aio.server()
         cache_pb2_grpc.add_CacheNodeServicer_to_server(self.edge, self.server)
         self.port = self.server.add_insecure_port("127.0.0.1:0")
@@ -167,7 +174,7 @@ class LocalNode:
     async def start(self) -> Member:
         await self.transports.start()
         await self.server.start()
-        self.work = [asyncio.ensure_future(self.disk.run())]
+        self.work = [asyncio.ensure_future(self.disk.run()), asyncio.ensure_future(self.replication.run())]
         return Member(
             instance_id=self.identity.instance_id, role="cachestore", epoch=self.identity.epoch,
             grpc_address=f"127.0.0.1:{self.port}", peer=self.transports.peer().SerializeToString(),
@@ -180,6 +187,7 @@ class LocalNode:
             task.cancel()
         for result in await asyncio.gather(*self.work, return_exceptions=True):
             assert result is None or isinstance(result, asyncio.CancelledError), result
+        await self.client.close()
         await self.disk.close()
         self.core.check()
         assert not self.bugs

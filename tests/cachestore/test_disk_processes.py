@@ -22,10 +22,12 @@ pytestmark = pytest.mark.cluster
 
 async def shown(node: NodeProcess, *lines: str) -> None:
     """Wait until the node's metrics show all of these lines."""
-    address, deadline_s = node.info()["metrics"], soon(20)
+    deadline_s = soon(20)
 
     def get() -> str:
-        with urllib.request.urlopen(f"http://{address}/metrics", timeout=5) as answer:
+        if not node.ready_file.exists():  # written once it has joined
+            return ""
+        with urllib.request.urlopen(f"http://{node.info()['metrics']}/metrics", timeout=5) as answer:
             return answer.read().decode()
 
     text = ""
