@@ -28,7 +28,7 @@ END, BRANCH, INNER = range(3)
 
 
 @dataclass(slots=True, eq=False)
-class _Life:
+class Life:
     """A snapshot's time since it was made or last hit; it may be a ghost's. `kind`: what it is counted as."""
 
     key: Key
@@ -41,10 +41,12 @@ class _Life:
 
 
 @dataclass(slots=True, eq=False)
-class _Kept:
+class Tracked:
+    """An entry as retention sees it."""
+
     offer: Offer
     nbytes: int
-    life: _Life | None = None  # snapshots
+    life: Life | None = None  # snapshots
     pins: int = 0
     shown: bool = False
     since: int = 0  # its turn among all that were ever shown
@@ -56,13 +58,13 @@ class Retention:
     """Order of leaving among entries that are landing (never leave) or shown."""
 
     def __init__(self) -> None:
-        self._kept: dict[Key, _Kept] = {}
+        self._kept: dict[Key, Tracked] = {}
         self._children: Counter[Key] = Counter()  # entries resting on a key, itself here or not
         self._runs = Runs()
         self._density = HitDensity()
-        self._ghosts: OrderedDict[Key, _Life] = OrderedDict()  # by the block that the snapshot followed
-        self._queue: list[tuple[Rank, int, _Kept]] = []  # what could go; void where the ticket is another
-        self._due: list[tuple[int, int, int, _Life]] = []  # (ms, number, turn): when a life reaches its next octave
+        self._ghosts: OrderedDict[Key, Life] = OrderedDict()  # by the block that the snapshot followed
+        self._queue: list[tuple[Rank, int, Tracked]] = []  # what could go; void where the ticket is another
+        self._due: list[tuple[int, int, int, Life]] = []  # (ms, number, turn): when a life reaches its next octave
         self._now_ms = 0
         self._count = 0
 
@@ -79,7 +81,7 @@ class Retention:
 
     def add(self, offer: Offer, nbytes: int) -> None:
         """`nbytes` were given to an entry that is landing."""
-        kept = self._kept[offer.key] = _Kept(offer, nbytes)
+        kept = self._kept[offer.key] = Tracked(offer, nbytes)
         if offer.parent is not None:
             self._children[offer.parent] += 1
         if offer.key.kind != SNAPSHOT:
@@ -89,7 +91,7 @@ class Retention:
             before = self._ghosts.pop(offer.parent, None)
             if before is not None:
                 before.turn += 1
-            kept.life = _Life(offer.key, self._role(offer.parent), used=before is not None and before.used)
+            kept.life = Life(offer.key, self._role(offer.parent), used=before is not None and before.used)
 
     def show(self, key: Key) -> None:
         """It has landed: it may go from now on."""
@@ -195,11 +197,11 @@ class Retention:
         kept = self._kept.get(block)
         return BRANCH if kept is not None and kept.shown else INNER
 
-    def _kind(self, life: _Life, block: Key) -> Class:
+    def _kind(self, life: Life, block: Key) -> Class:
         """Its class: how it came to be, whether prompts went on from it since, whether it was ever hit."""
         return (life.role, int(self._runs.goes_on(block)), int(life.used))
 
-    def _begin(self, life: _Life) -> None:
+    def _begin(self, life: Life) -> None:
         block = self._kept[life.key].offer.parent if life.key in self._kept else None
         if block is not None:
             life.kind = self._kind(life, block)
@@ -207,12 +209,12 @@ class Retention:
         self._density.enter(life.kind, 0)
         self._appoint(life)
 
-    def _hit(self, life: _Life) -> None:
+    def _hit(self, life: Life) -> None:
         self._density.hit(life.kind, life.octave)
         life.used = True
         self._begin(life)
 
-    def _appoint(self, life: _Life) -> None:
+    def _appoint(self, life: Life) -> None:
         """The next octave is entered in time."""
         life.turn += 1
         self._count += 1
@@ -222,7 +224,7 @@ class Retention:
             self._due = [entry for entry in self._due if entry[2] == entry[3].turn]
             heapify(self._due)
 
-    def _tell_above(self, kept: _Kept) -> None:
+    def _tell_above(self, kept: Tracked) -> None:
         """The next shallower snapshot has been passed by a prompt that goes on: it is another class from now on."""
         above = self._above(kept)
         if above is not None and above.shown and above.life is not None and above.offer.parent is not None:
@@ -232,7 +234,7 @@ class Retention:
                 self._density.enter(kind, above.life.octave)
                 self._stand(above)
 
-    def _leave(self, kept: _Kept, life: _Life, block: Key) -> None:
+    def _leave(self, kept: Tracked, life: Life, block: Key) -> None:
         """A snapshot goes: who would have hit it will hit the one above, if it was the last of its chain."""
         above = self._above(kept)
         last = not self._runs.goes_on(block)
@@ -251,7 +253,7 @@ class Retention:
         if len(self._ghosts) > GHOSTS_MAX:
             self._ghosts.popitem(last=False)[1].turn += 1
 
-    def _above(self, kept: _Kept) -> _Kept | None:
+    def _above(self, kept: Tracked) -> Tracked | None:
         """The next shallower snapshot of its chain."""
         run = self._runs.at(kept.offer.parent) if kept.offer.parent is not None else None
         at = run.above if run is not None else None
@@ -261,7 +263,7 @@ class Retention:
 
     # The queue.
 
-    def _rank(self, kept: _Kept) -> Rank:
+    def _rank(self, kept: Tracked) -> Rank:
         if kept.restored:
             return (RESTORED, -self._count)
         run = self._runs.at(kept.offer.parent) if kept.life is not None and kept.offer.parent is not None else None
@@ -271,10 +273,10 @@ class Retention:
         saved = max(0, kept.offer.depth - saves_from)
         return (WORTH, self._density.density(kept.life.kind, kept.life.octave) * saved / (nbytes + kept.nbytes))
 
-    def _may_go(self, kept: _Kept) -> bool:
+    def _may_go(self, kept: Tracked) -> bool:
         return kept.shown and not kept.pins and kept.offer.key not in self._children
 
-    def _stand(self, kept: _Kept | None) -> None:
+    def _stand(self, kept: Tracked | None) -> None:
         """Take a place in the queue, a new one if it had one."""
         if kept is None or not self._may_go(kept):
             return
@@ -285,7 +287,7 @@ class Retention:
             self._queue = [place for place in self._queue if place[1] == place[2].ticket]
             heapify(self._queue)
 
-    def _pop(self) -> _Kept | None:
+    def _pop(self) -> Tracked | None:
         """The least worthy entry that may go, out of the queue."""
         while self._queue:
             rank, ticket, kept = heappop(self._queue)
