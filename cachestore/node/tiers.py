@@ -298,17 +298,23 @@ class DiskTier:
     async def _recover(self, files: EntryFiles) -> None:
         """Make entries of the files that are there, oldest first; the node serves meanwhile."""
         found = files.scan(self._counts)
+        taken: list[Key] = []
         try:
             while batch := await self._in_writer(_next_batch, found):
                 known = [key for item in batch if (key := await self._know(item)) is not None]
                 self._delete()
-                try:
-                    await self._index.write(known)
-                except FAILURES as error:
-                    logger.warning("the index hears of files later", extra={"reason": str(error)})
+                await self._tell(known)
+                taken += known
         except DiskFault as error:
             self._metrics.disk_errors.labels("failed").inc()
             logger.error("files from before are lost", extra={"reason": str(error)})
+        await self._tell(taken)  # again: where a block came before its parent, its run begins higher than was told
+
+    async def _tell(self, keys: Sequence[Key]) -> None:
+        try:
+            await self._index.write(keys)
+        except FAILURES as error:
+            logger.warning("the index hears of files later", extra={"reason": str(error)})
 
     async def _know(self, item: Found) -> Key | None:
         """Take a file into the books, or delete it: its entry is here anew, or there is no room."""
@@ -355,7 +361,8 @@ def offer_of(header: Header) -> Offer:
 
 
 def _next_batch(found: Iterator[Found]) -> list[Found]:
-    return list(islice(found, SCAN_BATCH))
+    """Parents first: files written within one tick of the file system's clock have no order of their own."""
+    return sorted(islice(found, SCAN_BATCH), key=lambda item: (item.header.depth, item.header.kind == "snapshot"))
 
 
 def _fields(counts: ScanCounts) -> dict[str, int]:

@@ -12,6 +12,7 @@ import pytest
 from cache_world import BLOCK_BYTES, LocalWorld, Prompt, local_world, prompt
 from test_node import BUNDLE_BYTES, fresh_root, until
 
+from cachestore.node import tiers as tiers_module
 from cachestore.node.files import OWNER_FILE
 from cachestore.node.states import State
 from moonrelay.valkey import LocalValkey, start_local_valkey
@@ -47,7 +48,9 @@ def files_in(directory: Path) -> list[Path]:
     return sorted(p for p in directory.rglob("*") if p.is_file() and p.name != OWNER_FILE)
 
 
-def test_what_memory_lets_go_comes_back_from_disk_and_survives_the_node(valkey: LocalValkey, tmp_path: Path) -> None:
+def test_what_memory_lets_go_comes_back_from_disk_and_survives_the_node(
+    valkey: LocalValkey, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     root = fresh_root()
     prompts = [prompt(root, (token, 4)) for token in range(6)]
 
@@ -70,6 +73,8 @@ def test_what_memory_lets_go_comes_back_from_disk_and_survives_the_node(valkey: 
             await settled(world)
             assert world.node.core.stats().disk.num_snapshots == 6
             for mine in prompts:
+                match = await world.worker.match(mine)
+                assert [(run.first, run.end) for run in match.runs] == [(0, 4)]
                 assert await fetched(world, mine) == 4 * 64
                 await until(lambda: world.node.core.stats().num_leases == 0)
             again = await world.worker.publish(world.member, prompts[0], range(4), (4,))
@@ -77,6 +82,9 @@ def test_what_memory_lets_go_comes_back_from_disk_and_survives_the_node(valkey: 
 
     asyncio.run(first_life())
     assert len(files_in(tmp_path)) == 6 * 5
+    for path in files_in(tmp_path):
+        os.utime(path, (1, 1))  # as if all were written within one tick of the clock
+    monkeypatch.setattr(tiers_module, "SCAN_BATCH", 3)
     asyncio.run(second_life())
 
 
