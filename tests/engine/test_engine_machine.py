@@ -40,6 +40,11 @@ class Tracked:
     reservation: Reservation
     skipped: int = 0  # tokens an earlier part drew
     held: bool = False
+    drawn: tuple[int, ...] = ()  # by the earlier part
+
+    def ids(self) -> list[int]:
+        """Everything that its rows may hold, in order."""
+        return [*self.prompt, *self.drawn, *(token.id for token in self.client.tokens)]
 
     def check(self) -> None:
         want = alone(self.prompt, self.sampling)[self.skipped :]
@@ -51,14 +56,25 @@ class Tracked:
             assert end.tokens_in_state == len(self.prompt) + self.skipped + len(got) - 1
 
 
+@dataclass(eq=False)
+class Kept:
+    """Blocks retained beyond their reservation's life, and a snapshot at their end."""
+
+    ids: list[int]
+    blocks: tuple[int, ...]
+    slot: int
+
+
 class World:
     """One small engine, its callers' memory, and what they may do; every action takes one number to decide by."""
 
-    def __init__(self) -> None:
+    def __init__(self, writeback: str) -> None:
         self.backend = ToyBackend()
         self.engine = quiet_engine(
-            self.backend, num_blocks=16, num_slots=6, max_batch_sequences=3, queue_len_max=1, max_batch_tokens=131
-        )
+            self.backend, num_blocks=16, num_slots=6, max_batch_sequences=3, queue_len_max=1, max_batch_tokens=131,
+            writeback=writeback,
+        )  # fmt: skip
+        self.kept: list[Kept] = []
         self.idle: list[Reservation] = []
         self.tracked: list[Tracked] = []
         self.open: list[Tracked] = []  # memory not released
@@ -78,7 +94,8 @@ class World:
         number, law = divmod(number, len(LAWS))
         number, cuts = divmod(number, len(CUTS))
         number, hold = divmod(number, 3)
-        draws += 1
+        number, write_back = divmod(number, 2)
+        draws = draws * 12 + 1 if write_back else draws + 1
         prompt = some_prompt(number % 290 + 1, law)
         sampling = SamplingParams(max_tokens=draws, **LAWS[law])
         fitting = [r for r in self.idle if r.tokens >= len(prompt) + draws] if use_idle == 0 else []
@@ -87,6 +104,7 @@ class World:
             return
         tracked = Tracked(self._name(), prompt, sampling, Client(), reservation, held=hold == 0)
         spec = {"ids": prompt, "sampling": sampling, "hold_after_first": hold == 0, "snapshot_at": CUTS[cuts]}
+        spec["write_back"] = write_back == 1
         if self._submit(tracked, spec):
             self.idle = [r for r in self.idle if r is not reservation]
         elif not fitting:
@@ -100,8 +118,9 @@ class World:
         before = held[number % len(held)]
         (first,) = before.client.tokens
         rest = replace(before.sampling, max_tokens=before.sampling.max_tokens - 1)
-        after = replace(before, name=self._name(), client=Client(), skipped=1, held=False)
-        if self._submit(after, {"ids": [first.id], "sampling": rest, "restored": before.client.end.tokens_in_state}):
+        after = replace(before, name=self._name(), client=Client(), skipped=1, held=False, drawn=(first.id,))
+        spec = {"ids": [first.id], "sampling": rest, "restored": before.client.end.tokens_in_state}
+        if self._submit(after, {**spec, "write_back": number % 2 == 0}):
             self.open.remove(before)
 
     def restores(self, number: int) -> None:
@@ -119,6 +138,46 @@ class World:
             if not self._submit(copy, {"ids": ids, "sampling": source.sampling, "restored": taken.tokens}):
                 self.engine.release(reservation)
         self.engine.release_snapshot(taken.slot)
+
+    def keeps(self, number: int) -> None:
+        """The blocks below a snapshot outlive their reservation: the device tier's part."""
+        if not self.snapshots:
+            return
+        source, taken = self.snapshots.pop(number % len(self.snapshots))
+        blocks = range(taken.tokens // 64)
+        spoiled = isinstance(source.client.end, Failed)
+        if source not in self.open or spoiled or len(source.ids()) < taken.tokens:
+            self.engine.release_snapshot(taken.slot)
+            return
+        self.engine.retain(source.reservation, blocks)
+        self.kept.append(Kept(source.ids()[: taken.tokens], source.reservation.blocks[: len(blocks)], taken.slot))
+
+    def shares(self, number: int) -> None:
+        """A new sequence begins with kept blocks as they are and a copy of their snapshot."""
+        if not self.kept:
+            return
+        number, which = divmod(number, len(self.kept))
+        number, law = divmod(number, len(LAWS))
+        kept = self.kept[which]
+        prompt = kept.ids + some_prompt(number % 90 + 1, law)
+        sampling = SamplingParams(max_tokens=number % 70 + 1, **LAWS[law])
+        try:
+            reservation = self.engine.reserve(
+                len(prompt) + sampling.max_tokens, shared=kept.blocks, write_back=number % 2 == 0
+            )
+        except Overloaded:
+            return
+        self.engine.state[reservation.slot] = self.engine.state[kept.slot]
+        tracked = Tracked(self._name(), prompt, sampling, Client(), reservation)
+        spec = {"ids": prompt[len(kept.ids) :], "sampling": sampling, "restored": len(kept.ids)}
+        if not self._submit(tracked, {**spec, "write_back": number % 2 == 0}):
+            self.engine.release(reservation)
+
+    def evicts(self, number: int) -> None:
+        if self.kept:
+            kept = self.kept.pop(number % len(self.kept))
+            self.engine.drop(kept.blocks)
+            self.engine.release_snapshot(kept.slot)
 
     def turns(self, number: int) -> None:
         for _ in range(number % 5 + 1):
@@ -159,6 +218,8 @@ class World:
             self.engine.release(reservation)
         for _, taken in self.snapshots:
             self.engine.release_snapshot(taken.slot)
+        while self.kept:
+            self.evicts(0)
         stats = self.engine.stats()
         assert (stats.free_blocks, stats.free_slots) == (stats.num_blocks, stats.num_slots)
         assert (stats.num_running, stats.num_waiting) == (0, 0)
@@ -204,15 +265,15 @@ def copy_bundle(engine: Engine, source: Reservation, taken: SnapshotTaken, targe
 
 ACTIONS = (
     ["reserves"] + ["submits"] * 5 + ["turns"] * 6 + ["resumes"] * 3 + ["restores"] * 2
-    + ["cancels"] + ["releases"] * 2 + ["interrupts"] * 2
+    + ["cancels"] + ["releases"] * 2 + ["interrupts"] * 2 + ["keeps"] * 3 + ["shares"] * 3 + ["evicts"]
 )  # fmt: skip
 PLAYS = st.lists(st.tuples(st.sampled_from([*ACTIONS, "fails"]), st.integers(0, 2**24)), min_size=30, max_size=80)
 
 
 @settings(max_examples=120, deadline=None, suppress_health_check=list(HealthCheck))
-@given(PLAYS)
-def test_tokens_equal_the_sequence_run_alone_whatever_else_happens(play):
-    world = World()
+@given(PLAYS, st.sampled_from(["adaptive", "on", "off"]))
+def test_tokens_equal_the_sequence_run_alone_whatever_else_happens(play, writeback):
+    world = World(writeback)
     for action, number in play:
         getattr(world, action)(number)
         world.engine.check()
