@@ -178,11 +178,11 @@ class MemoryIndex:
         return at
 
     def _drop_snapshot(self, at: _Root, name: str, prefix_hash: bytes, now_ms: int) -> None:
-        if name not in at.lives or at.lives[name].snapshots.pop(prefix_hash, None) is None:
+        held, holders = at.lives.get(name, _Held()), at.cuts.get(prefix_hash, {})
+        had = (held.snapshots.pop(prefix_hash, None), holders.pop(name, None))
+        if had == (None, None):
             return
         at.trace(prefix_hash, "s", now_ms, self._trace_ttl_ms, self._trace_max)
-        holders = at.cuts.get(prefix_hash, {})
-        holders.pop(name, None)
         if not holders:
             at.cuts.pop(prefix_hash, None)
 

@@ -228,9 +228,9 @@ local function holders(field)
 end
 
 local function drop_snapshot(life, field)
-  if redis.call('HDEL', prefix .. 'snap:' .. life, field) == 0 then return end
-  trace(field, 's')
   local held = holders(field)
+  if redis.call('HDEL', prefix .. 'snap:' .. life, field) == 0 and not held[life] then return end
+  trace(field, 's')
   held[life] = nil
   if next(held) then redis.call('HSET', prefix .. 'cuts', field, cmsgpack.pack(held))
   else redis.call('HDEL', prefix .. 'cuts', field) end

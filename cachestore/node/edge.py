@@ -124,7 +124,7 @@ class CacheNodeEdge(cache_pb2_grpc.CacheNodeServicer):
     def _named(self, request: cache_pb2.LeaseRequest) -> tuple[list[Stored], list[bytes]]:
         """Every entry that a lease names, and each one's packed spans; none where it is on disk only.
 
-        Raises: InvalidRequest, NotHere.
+        Raises: InvalidRequest, NotHere; then the index, which named it, is put right.
         """
         count = sum(chain.count for chain in request.chains) + bool(request.snapshot)
         if not 0 < count <= ENTRIES_MAX or any(chain.count == 0 for chain in request.chains):
@@ -132,14 +132,18 @@ class CacheNodeEdge(cache_pb2_grpc.CacheNodeServicer):
         entries: list[Stored] = []
         packed: list[bytes] = []
         for chain in request.chains:
-            found = self._chains.find(Key(request.root, BLOCK, chain.last), chain.first_block, chain.count)
+            last = Key(request.root, BLOCK, chain.last)
+            found = self._chains.find(last, chain.first_block, chain.count)
             if found is None:
+                self._intake.index.note([last])
                 raise NotHere("a block is not here")
             entries += found[0]
             packed += found[1]
         if request.snapshot:
-            snapshot = self._chains.single(Key(request.root, SNAPSHOT, request.snapshot))
+            cut = Key(request.root, SNAPSHOT, request.snapshot)
+            snapshot = self._chains.single(cut)
             if snapshot is None:
+                self._intake.index.note([cut])
                 raise NotHere("a snapshot is not here")
             entries.append(snapshot[0])
             packed.append(snapshot[1])

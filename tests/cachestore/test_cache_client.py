@@ -116,6 +116,8 @@ def test_what_left_between_lookup_and_lease_costs_only_its_part(valkey: LocalVal
         assert match.tokens == 512 and [b.tokens for b in match.alternatives] == [320, 192]
         report = await two.fetch(match)
         assert (report.tokens, report.miss_reason) == (320, "stale_index")
+        await two.nodes["a"].intake.index.flush()  # the node put the index right
+        assert (await two.match()).lost[:2] == (("no_snapshot", 128), ("block_evicted", 64))
 
     run(valkey.url, check)
 
