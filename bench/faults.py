@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -45,6 +46,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--transport", choices=TRANSPORTS, action="append")
     parser.add_argument("--sample", type=int, help="one case per phase, as the suite runs them, from this seed")
+    parser.add_argument("--keep", type=Path, help="copy the roles' logs here")
     parser.add_argument("--only", default="", help="cases whose words hold all of these, e.g. 'kill decode stream'")
     parser.add_argument("--out", type=Path, default=ROOT / "bench" / "results" / "faults.json")
     args = parser.parse_args()
@@ -69,6 +71,8 @@ def main() -> int:
             running_cluster(Path(folder), **settings(transport)) as cluster,
         ):
             result["left"][transport] = asyncio.run(run(cluster, transport, cases, save))
+            if args.keep:
+                shutil.copytree(cluster.ready["logs"], args.keep / transport, dirs_exist_ok=True)
     shown = {key: result[key] for key in ("wrong", "phase_missed", "left", "ends")}
     print(json.dumps({"cases": len(result["cases"]), **shown}))
     args.out.write_text(json.dumps(result, indent=1) + "\n")

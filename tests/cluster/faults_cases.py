@@ -62,6 +62,7 @@ class Reply:
 
     tokens: list[int] = field(default_factory=list)
     end: str = "nothing"  # finished; an error's code; lost: the connection broke
+    detail: str = ""  # how it broke
     seconds: float = 0.0
     cached_tokens: int = 0
     retries: int = 0

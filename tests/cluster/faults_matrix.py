@@ -201,8 +201,8 @@ class Matrix:
                         reply.end = "finished"
         except TimeoutError:
             reply.end = "no end"
-        except (aiohttp.ClientError, OSError):
-            reply.end = "lost"
+        except (aiohttp.ClientError, OSError) as error:
+            reply.end, reply.detail = "lost", f": {type(error).__name__} {error}"
         finally:
             reply.seconds = time.monotonic() - began
 
@@ -218,7 +218,7 @@ class Matrix:
             yield f"{body.length} tokens: ended after {reply.seconds:.1f} s, past its deadline"
         router_fell = case.victim == "router-0" and case.fault != "stop"
         if reply.end not in RETRIABLE | {"finished"} and not (reply.end == "lost" and router_fell):
-            yield f"{body.length} tokens: ended with {reply.end!r}"
+            yield f"{body.length} tokens: ended with {reply.end!r}{reply.detail}"
 
     # -- afterwards ------------------------------------------------------------------------------------------------
 
