@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
-from typing import Any, Final
+from dataclasses import dataclass, replace
+from typing import Any, Final, Literal
 
 from cachestore import planner
 from cachestore.index_memory import MemoryIndex
@@ -47,21 +47,36 @@ PLANNER: Final = planner.PlannerSettings(head_blocks_min=1, interval_tokens=256)
 __all__ = ["VOCAB", "prefix_root"]
 
 
-def engine_settings(*, num_blocks: int, num_slots: int) -> EngineSettings:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolSizes:
+    """A worker's memory. `kept_share`: how much of it may keep what finished prompts and turns leave."""
+
+    num_blocks: int
+    num_slots: int
+    kept_share: float
+    writeback: Literal["on", "off", "adaptive"]
+
+
+def engine_settings(pools: PoolSizes) -> EngineSettings:
     return EngineSettings(
         block_tokens=BLOCK_TOKENS,
-        num_blocks=num_blocks,
-        num_slots=num_slots,
+        num_blocks=pools.num_blocks,
+        num_slots=pools.num_slots,
         max_batch_tokens=256,
         prefill_share_tokens=128,
         max_batch_sequences=6,
         queue_len_max=16,
+        writeback=pools.writeback,
     )
 
 
 def plan(hints: Iterable[tuple[int, int]], prompt_tokens: int, match: Match) -> tuple[int, ...]:
     """Where prefill keeps the state, in tokens."""
     return tuple(p.tokens for p in planner.plan(hints, prompt_tokens, BLOCK_TOKENS, match, PLANNER))
+
+
+def wants_turn() -> bool:
+    return planner.wants_turn(one_shot=False, settings=PLANNER)
 
 
 def cold(prompt_tokens: int) -> Match:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from heapq import heappush
 from typing import Any, Final
 
-from cachestore import index_memory, planner
+from cachestore import index_memory, planner, retention
 from cachestore.node.allocator import Extent, PageAllocator
 from cachestore.node.core import NodeCore
 from cachestore.node.leases import Leases
@@ -19,22 +19,32 @@ from decode.parts import Regions, Wanted
 from engine.core import Scheduler
 from engine.ledger import Ledger
 from engine.sequence import LiveSequence
+from engine.worker.bundles import Bundles
 from prefill.core import Event, HandoffTable, Phase
 from router import core as router_core
 from sim import adapters
+from sim.faults import Fault
 from sim.router import Router
+from sim.scenario import Scenario, scenario, struck_by
 
 Patch = Callable[[], Any]  # a context manager
 
 
 @dataclass(frozen=True, slots=True)
 class Bug:
-    """`invariants`: what may find it, by name; `seeds`: within how many runs it must be found."""
+    """`invariants`: what may find it, by name; `seeds`: within how many runs it must be found.
+
+    `fault`: without it the bug shows too rarely to wait for; runs with the bug have just this one.
+    """
 
     about: str
     invariants: frozenset[str]
     patch: Patch
-    seeds: int = 200
+    seeds: int
+    fault: Fault | None
+
+    def scenario(self, seed: int) -> Scenario:
+        return scenario(seed) if self.fault is None else struck_by(seed, self.fault)
 
 
 BUGS: Final[dict[str, Bug]] = {}
@@ -51,11 +61,12 @@ def patched(owner: Any, name: str, value: Any) -> Iterator[None]:
         setattr(owner, name, before)
 
 
-def planted(*invariants: str, seeds: int = 200) -> Callable[[Patch], Patch]:
+def planted(*invariants: str, seeds: int = 150, fault: Fault | None = None) -> Callable[[Patch], Patch]:
     """Registers a context manager under its own name; its docstring says what the bug is."""
 
     def register(patch: Patch) -> Patch:
-        BUGS[patch.__name__] = Bug((patch.__doc__ or "").strip(), frozenset(invariants), patch, seeds)
+        about = (patch.__doc__ or "").strip()
+        BUGS[patch.__name__] = Bug(about, frozenset(invariants), patch, seeds, fault)
         return patch
 
     return register
@@ -69,14 +80,14 @@ def planted(*invariants: str, seeds: int = 200) -> Callable[[Patch], Patch]:
 def pins_ignored() -> Iterator[None]:
     """Eviction takes entries that a lease covers."""
 
-    def may_go(self: Retention, key: Any) -> bool:
-        return self._kept[key].shown and key not in self._children
+    def may_go(self: Retention, kept: Any) -> bool:
+        return kept.shown and kept.offer.key not in self._children
 
     with patched(Retention, "_may_go", may_go):
         yield
 
 
-@planted("reuse_under_reader", "core")
+@planted("reuse_under_reader", "core", fault=Fault(kind="stuck_reads", phase="leased", lasts_ms=1_500))
 @contextmanager
 def no_quiet_time() -> Iterator[None]:
     """An expired lease's memory is reused at once, while its last read may run."""
@@ -107,7 +118,7 @@ def quarantine_forgotten() -> Iterator[None]:
         yield
 
 
-@planted("stale_fence")
+@planted("stale_fence", fault=Fault(kind="replayed_acks", phase="leased", lasts_ms=8))
 @contextmanager
 def lease_fence_ignored() -> Iterator[None]:
     """Whoever knows a lease's id ends it, whatever fence he names."""
@@ -124,22 +135,41 @@ def lease_fence_ignored() -> Iterator[None]:
 def parents_go_first() -> Iterator[None]:
     """Eviction takes a block that others rest on."""
 
-    def may_go(self: Retention, key: Any) -> bool:
-        return self._kept[key].shown and not self._kept[key].pins
+    def may_go(self: Retention, kept: Any) -> bool:
+        return kept.shown and not kept.pins
 
     with patched(Retention, "_may_go", may_go):
         yield
 
 
-@planted("immutable", "reuse_under_reader", "core")
+@planted("orphans")
+@contextmanager
+def orphans_kept() -> Iterator[None]:
+    """Blocks that no snapshot stands on go last."""
+    real = Retention._rank
+
+    def rank(self: Retention, kept: Any) -> Any:
+        found = real(self, kept)
+        return (retention.WORTH + 1, found[1]) if found[0] == retention.ORPHAN else found
+
+    with patched(Retention, "_rank", rank):
+        yield
+
+
+@planted("immutable", "reuse_under_reader")
 @contextmanager
 def pages_given_twice() -> Iterator[None]:
-    """The allocator hands out the arena's first pages again and again."""
+    """The allocator now and then hands out pages that somebody has."""
     real = PageAllocator.allocate
+    last: list[tuple[Extent, ...]] = []
 
     def allocate(self: PageAllocator, nbytes: int) -> tuple[Extent, ...] | None:
         found = real(self, nbytes)
-        return found and (Extent(0, found[0].length), *found[1:])
+        if not found:
+            return found
+        last.append(found)
+        same = [one for one in last[:-1] if sum(e.length for e in one) == sum(e.length for e in found)]
+        return same[0] if len(last) % 7 == 0 and same else found
 
     with patched(PageAllocator, "allocate", allocate):
         yield
@@ -293,7 +323,47 @@ def followers_refused() -> Iterator[None]:
         yield
 
 
+@planted("delta")
+@contextmanager
+def held_by_depth_alone() -> Iterator[None]:
+    """A worker takes blocks that it keeps for a prompt's own because they lie at the same depth."""
+    real = Bundles._path
+
+    def path(self: Bundles, hashes: Sequence[bytes]) -> Any:
+        found = real(self, hashes)
+        while found and len(found) < len(hashes):
+            below = [kept for kept in self._kept.values() if kept.parent is found[-1]]
+            if not below:
+                break
+            found.append(below[0])
+        return found
+
+    def find(self: Bundles, hashes: Sequence[bytes], *, state: bool) -> Any:
+        with nullcontext() if state else patched(Bundles, "_path", path):
+            return really(self, hashes, state=state)
+
+    really = Bundles.find
+    with patched(Bundles, "find", find):
+        yield
+
+
 # Engine.
+
+
+@planted("immutable", "core")
+@contextmanager
+def snapshot_slot_given_twice() -> Iterator[None]:
+    """A slot that holds a snapshot stays on the free list."""
+    real = Ledger.take_snapshot
+
+    def take_snapshot(self: Ledger) -> int | None:
+        slot = real(self)
+        if slot is not None:
+            self._free_slots.append(slot)
+        return slot
+
+    with patched(Ledger, "take_snapshot", take_snapshot):
+        yield
 
 
 @planted("books", "core", "completion")

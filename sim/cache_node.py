@@ -93,6 +93,7 @@ class CacheNode(Member):
         self.core = NodeCore(cells * CELL_BYTES, longest_transfer_ms=LONGEST_TRANSFER_MS)
         self.arena = Pool(world, f"{name}/arena", cells)
         self.pools = {"arena": self.arena}
+        self.restored = 0  # entries that were to go and could not
         self._indexing = Lock()
         self._fences: dict[str, int] = {}  # the truth of what was granted, for the checker
 
@@ -130,7 +131,7 @@ class CacheNode(Member):
             victims = self.core.victims(missing, self.now_ms(), protect) if missing else []
             if not victims:
                 return
-            self.world.checkers.evicted(self, victims)
+            self.world.checkers.evicted(self, victims, protect)
             yield from self._evict(victims)
 
     def _evict(self, victims: Sequence[Key]) -> Steps:
@@ -146,12 +147,16 @@ class CacheNode(Member):
                     yield from self.index("remove", root, self, names)
                 finally:
                     self._indexing.release()
-                self.core.reclaim(by_root.pop(root))
+                going = by_root.pop(root)
+                self.arena.thaw([cell for key in going for cell in self._cells(key)])
+                self.core.reclaim(going)
                 self.world.counts["evicted"] += len(names)
         except AWAY as error:
             raise Unavailable(f"nothing can be evicted while the index is away: {error}") from None
         finally:
-            self.core.restore([key for keys in by_root.values() for key in keys])
+            kept = [key for keys in by_root.values() for key in keys]
+            self.restored += len(kept)
+            self.core.restore(kept)
 
     def _pull(self, request: Publish, new: dict[Key, list[int]], spans: dict[Key, tuple[Span, ...]]) -> Steps:
         reads, transfer, committed = [], None, False
@@ -211,7 +216,10 @@ class CacheNode(Member):
     def rpc_lease(self, request: AskLease) -> Leased:
         """All or none. Raises: StaleEpoch, NotHere, Overloaded."""
         expect_epoch(request.epoch, self)
-        lease = self.core.lease(list(request.keys), request.ttl_ms, self.now_ms())
+        for key in request.keys:
+            if not self.core.regions(key):
+                raise NotHere(f"a {key.kind} is not here")
+        lease = self.core.lease(self._deepest(request.keys), request.ttl_ms, self.now_ms())
         if lease is None:
             raise Overloaded("too many leases")
         if isinstance(lease, Key):
@@ -223,6 +231,12 @@ class CacheNode(Member):
         self.world.phase("leased", self)
         spans = tuple(tuple(_span(region) for region in self.core.regions(key)) for key in request.keys)
         return Leased(lease.id, lease.fence, lease.ttl_ms, spans)
+
+    def _deepest(self, keys: Sequence[Key]) -> list[Key]:
+        """Each chain's last block, and the snapshot: what others rest on never goes."""
+        entries: Any = self.core._entries
+        parents = {entries[key].offer.parent for key in keys if key.kind != SNAPSHOT}
+        return [key for key in keys if key.kind == SNAPSHOT or key not in parents]
 
     def rpc_renew(self, request: tuple[str, int]) -> int:
         lease = self.core.renew(*request, self.now_ms())

@@ -2,23 +2,49 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
 
 from cachestore.entries import BLOCK, SNAPSHOT, Key, Offer
+from cachestore.lookup import Entry, EntryName
 from moonrelay.errors import ServeError, StaleEpoch
-from sim.adapters import TIMING, choose_node
+from sim.adapters import TIMING, PoolSizes, choose_node
 from sim.cache_node import AskLease, Leased, NotHere, Publish
 from sim.memory import CELL_BYTES, Landing, Pool, Span, Transfer
 from sim.network import LinkLost
 from sim.toy import BLOCK_TOKENS, ROW_CELLS, STATE_CELLS
-from sim.worker import Hit, Holding, Prompt, Worker, slot_cells, span_of
-from sim.world import Steps
+from sim.worker import Hit, Prompt, Worker, span_of
+from sim.worker_memory import Holding, slot_cells
+from sim.world import Steps, World
 
 ABORT_WAIT_MS, LEASE_MARGIN_MS = 10, 100
-PUBLISHES_MAX = 3
+PUBLISHES_MAX, PUBLISH_MS = 3, 1_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bundle:
+    """A chain's blocks [0, end); those from `first` on, and its snapshots, are new to the cache nodes."""
+
+    root: bytes
+    hashes: Sequence[bytes]
+    first: int
+    end: int
+    publish: bool
+    hits: tuple[Hit, ...]
+    tenant: str  # for the checkers only
 
 
 class CachedWorker(Worker):
+    def __init__(self, world: World, name: str, pools: PoolSizes) -> None:
+        super().__init__(world, name, pools)
+        self._publishing = 0
+        self._untold: deque[tuple[str, bytes, Any]] = deque()
+        self._telling = False
+        self.memory.announce, self.memory.withdraw = self._announce, self._withdraw
+
     def fetch(self, prompt: Prompt, holding: Holding, landing: Landing) -> Steps:
         """Bring a hit into `holding`, whole: (tokens, None); or (0, why). A shallower one where the first is gone."""
         deadline = self.now_ms() + TIMING.transfer_ms(holding.nbytes)
@@ -94,51 +120,86 @@ class CachedWorker(Worker):
     def _release(self, name: str, leased: Leased) -> None:
         self.tell(name, "release", (leased.lease_id, leased.fence))
 
-    def store(
-        self, prompt: Prompt, holding: Holding, first: int, full: int, taken: Sequence[tuple[int, int]]
-    ) -> None:
-        """Offer blocks [first, full) and snapshots (tokens, slot) to a node, beside the request. Owns `taken`."""
-        if not prompt.store or (first >= full and not taken) or self._publishing >= PUBLISHES_MAX:
-            for _, slot in taken:
-                self.drop_snapshot(slot)
-            return
-        holding.share()
-        self._publishing += 1
-        self.spawn(self._store(prompt, holding, first, full, taken), "store")
+    def offer(self, bundle: Bundle, holding: Holding, taken: Sequence[tuple[int, int]]) -> None:
+        """Keep blocks [0, end) of a chain here, and offer what is new to a node, beside the request.
 
-    def _store(
-        self, prompt: Prompt, holding: Holding, first: int, full: int, taken: Sequence[tuple[int, int]]
-    ) -> Steps:
-        at = first if first < full else taken[0][0] // BLOCK_TOKENS - 1
-        node = choose_node(self.members("cachestore"), prompt.root, prompt.hashes, at, next(iter(prompt.hits), None))
-        entries: list[tuple[Offer, tuple[Span, ...]]] = []
-        for index in range(first, full):
-            parent = Key(prompt.root, BLOCK, prompt.hashes[index - 1]) if index else None
-            key = Key(prompt.root, BLOCK, prompt.hashes[index])
-            offer = Offer(key=key, parent=parent, depth=index, nbytes=ROW_CELLS * CELL_BYTES)
-            entries.append((offer, (span_of(self.rows, holding.row_cells(index)),)))
-        for tokens, slot in taken:
-            depth = tokens // BLOCK_TOKENS
-            name = prompt.hashes[depth - 1]
-            offer = Offer(
-                key=Key(prompt.root, SNAPSHOT, name),
-                parent=Key(prompt.root, BLOCK, name),
-                depth=depth,
-                nbytes=STATE_CELLS * CELL_BYTES,
-            )
-            cells, half = slot_cells(slot), STATE_CELLS // 2
-            entries.append((offer, (span_of(self.state, cells[:half]), span_of(self.state, cells[half:]))))
+        `taken`: snapshots (tokens, slot); their slots become the callee's.
+        """
+        holding.share()
+        self.background += 1
+        self.spawn(self._offer(bundle, holding, taken), "offer")
+
+    def _offer(self, bundle: Bundle, holding: Holding, taken: Sequence[tuple[int, int]]) -> Steps:
+        depths = [(tokens // BLOCK_TOKENS, slot) for tokens, slot in taken]
+        depths = [(depth, slot) for depth, slot in depths if depth <= bundle.end]
         try:
-            if node is not None:
-                self.world.phase("publishing", self)
-                request = Publish(prompt.root, self.name, self.epoch, tuple(entries), prompt.tenant)
-                yield from self.call(node.instance_id, "publish", request, 2_000)
-                self.world.counts["published"] += 1
+            self.memory.keep(holding, bundle.root, bundle.hashes[: bundle.end], depths)
+            if bundle.publish and self._publishing < PUBLISHES_MAX:
+                self._publishing += 1
+                try:
+                    yield from self._put(bundle, holding, depths)
+                finally:
+                    self._publishing -= 1
         except ServeError:
             self.world.counts["publish_failed"] += 1
-        finally:
-            self._publishing -= 1
         # A node that did not answer may still read: the offer's spans have checksums, so it refuses what changed.
+        self.background -= 1
         for _, slot in taken:
-            self.drop_snapshot(slot)
+            self.memory.drop_snapshot(slot)
         holding.drop()
+
+    def _put(self, bundle: Bundle, holding: Holding, depths: Sequence[tuple[int, int]]) -> Steps:
+        root, hashes, first = bundle.root, bundle.hashes, bundle.first
+        at = first if first < bundle.end else depths[0][0] - 1
+        node = choose_node(self.members("cachestore"), root, hashes, at, next(iter(bundle.hits), None))
+        if node is None:
+            return
+        entries: list[tuple[Offer, tuple[Span, ...]]] = []
+        for index in range(first, bundle.end):
+            parent = Key(root, BLOCK, hashes[index - 1]) if index else None
+            key = Key(root, BLOCK, hashes[index])
+            offer = Offer(key=key, parent=parent, depth=index, nbytes=ROW_CELLS * CELL_BYTES)
+            entries.append((offer, (span_of(self.rows, holding.row_cells(index)),)))
+        for depth, slot in depths:
+            name, nbytes = hashes[depth - 1], STATE_CELLS * CELL_BYTES
+            offer = Offer(key=Key(root, SNAPSHOT, name), parent=Key(root, BLOCK, name), depth=depth, nbytes=nbytes)
+            cells, half = slot_cells(slot), STATE_CELLS // 2
+            entries.append((offer, (span_of(self.state, cells[:half]), span_of(self.state, cells[half:]))))
+        self.world.phase("publishing", self)
+        request = Publish(root, self.name, self.epoch, tuple(entries), bundle.tenant)
+        yield from self.call(node.instance_id, "publish", request, PUBLISH_MS)
+        self.world.counts["published"] += 1
+
+    # What is kept here, told to the index in order and best effort.
+
+    def _announce(self, root: bytes, hashes: Sequence[bytes], first: int, depths: Sequence[int]) -> None:
+        entries: dict[EntryName, Entry] = {}
+        for index in range(first, len(hashes)):
+            parent = hashes[index - 1] if index else None
+            nbytes = ROW_CELLS * CELL_BYTES
+            entries["block", hashes[index]] = Entry(nbytes=nbytes, tier="device", first=0, parent=parent)
+        for depth in depths:
+            entries["snapshot", hashes[depth - 1]] = Entry(nbytes=STATE_CELLS * CELL_BYTES, tier="device")
+        self._untold.append(("write", root, entries))
+        self._tell_index()
+
+    def _withdraw(self, root: bytes, blocks: Sequence[bytes], snapshots: Sequence[bytes]) -> None:
+        names = [*(("block", name) for name in blocks), *(("snapshot", name) for name in snapshots)]
+        self._untold.append(("remove", root, names))
+        self._tell_index()
+
+    def _tell_index(self) -> None:
+        if not self._telling:
+            self._telling = True
+            self.spawn(self._tell_all(), "announce")
+
+    def _tell_all(self) -> Steps:
+        while self._untold:
+            method, root, what = self._untold.popleft()
+            with suppress(ServeError):
+                yield from self.index(method, root, self, what)
+        self._telling = False
+
+    @property
+    def instance_id(self) -> str:
+        return self.name

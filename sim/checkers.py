@@ -21,7 +21,7 @@ INVARIANTS: Final[dict[str, str]] = {
     "account": "achieved and lost tokens add up to the prompt",
     "tenants": "tenants never share a bundle",
     "deadline": "every wait ends by its deadline",
-    "orphans": "what rests on an entry is evicted before it, so that no orphan takes a useful entry's room",
+    "orphans": "entries of use to nobody are evicted before useful ones, and eviction leaves none behind",
     "sightings": "a hinted prefix hits on its second sighting, an unhinted one on its third",
     "delta": "what decode need not pull has the prompt's own prefix hashes",
     "immutable": "stored entries, snapshots and shared blocks are copied, never written to",
@@ -94,20 +94,40 @@ class Checkers:
         for key in keys:
             self.require(self._tenant.get(key.root) == tenant, "tenants", f"{tenant} reads a foreign {key.kind}")
 
-    def evicted(self, node: Any, victims: Sequence[Key]) -> None:
-        """What rests on an entry goes before it: eviction leaves no orphan behind."""
+    def evicted(self, node: Any, victims: Sequence[Key], protect: Sequence[Key]) -> None:
+        """What rests on an entry goes before it, and blocks that no snapshot stands on before any snapshot."""
         going = dict.fromkeys(victims)
-        for key, entry in node.core._entries.items():
-            if key not in going and entry.state is not State.LEAVING:
-                self.require(entry.offer.parent not in going, "orphans", f"{node.name}: {key.kind} orphaned")
+        entries = {k: e for k, e in node.core._entries.items() if k in going or e.state is not State.LEAVING}
+        resting = {entry.offer.parent for key, entry in entries.items() if key not in going}
+        for key in victims:
+            self.require(key not in resting, "orphans", f"{node.name}: what rests on a {key.kind} stays")
+        if node.restored or not any(key.kind == SNAPSHOT for key in victims):
+            return
+        useful: set[Key] = set()
+        for key in [*(key for key in entries if key.kind == SNAPSHOT), *protect]:
+            at: Key | None = key
+            while at is not None and at in entries and at not in useful:
+                useful.add(at)
+                at = entries[at].offer.parent
+        pins = node.core._retention._kept
+        for key, entry in entries.items():
+            idle = entry.state is State.HOST and key not in resting and key not in useful and not pins[key].pins
+            self.require(not idle, "orphans", f"{node.name}: a snapshot goes before a block of use to nobody")
 
     def fence(self, owner: Any, granted: int | None, used: int) -> None:
         self.require(granted == used, "stale_fence", f"{owner.name}: fence {used} honoured, {granted} was granted")
 
     # Workers.
 
+    def kept(self, name: bytes, cells: Sequence[int], *, state: bool) -> None:
+        """What a worker keeps under a hash is what the hash names."""
+        truth = self.oracle.state if state else self.oracle.rows
+        self.require(tuple(cells) == truth[name], "depth" if state else "delta", "kept under another prefix's hash")
+
     def restored(self, worker: Any, prompt: Any, holding: Any, tokens: int) -> None:
         depth = tokens // BLOCK_TOKENS
+        owner = self._tenant.get(self.oracle.root[prompt.hashes[depth - 1]])
+        self.require(owner == prompt.tenant, "tenants", f"{worker.name}: {prompt.tenant} restores what is {owner}'s")
         for index in range(depth):
             cells = worker.rows.read(holding.row_cells(index))
             truth = self.oracle.rows[prompt.hashes[index]]

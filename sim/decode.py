@@ -12,7 +12,7 @@ from decode.manifest import Held, Mine, Region, Split, StateRegions, check_manif
 from decode.manifest import Manifest as CheckedManifest
 from decode.manifest import Opened as CheckedOpened
 from decode.parts import Regions, Wanted
-from engine.api import Failed, Finished, SamplingParams, TokenSampled
+from engine.api import SamplingParams
 from moonrelay.errors import (
     DeadlineExceeded,
     HandoffRefused,
@@ -21,13 +21,14 @@ from moonrelay.errors import (
     StaleEpoch,
     Unavailable,
 )
-from sim.adapters import FINGERPRINT, LAYOUT, TIMING, VOCAB
+from sim.adapters import FINGERPRINT, LAYOUT, TIMING, VOCAB, PoolSizes
 from sim.cached_worker import CachedWorker
 from sim.memory import CELL_BYTES, Landing, Span, Transfer
 from sim.prefill import Follow, Layers, Manifest, Opened, Rows
-from sim.prompt import STALL_MS
-from sim.toy import STATE_CELLS
-from sim.worker import Holding, Mailbox
+from sim.toy import BLOCK_TOKENS, STATE_CELLS
+from sim.turn import Turn
+from sim.worker import Hit
+from sim.worker_memory import Holding, Want
 from sim.world import Steps, Violation, World
 
 RESERVATION_MS = 2_500
@@ -44,6 +45,18 @@ class Reserve:
     max_tokens: int
     root: bytes
     hashes: Sequence[bytes]
+    write_back: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Writeback:
+    """What the turn's own blocks go on from: the prompt's hashes, and its ids after them."""
+
+    root: bytes
+    hashes: Sequence[bytes]
+    tail: tuple[int, ...]
+    hits: tuple[Hit, ...]
+    tenant: str  # for the checkers only
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +65,7 @@ class Adopt:
     reservation_id: str
     opened: Opened
     sampling: SamplingParams
+    writeback: Writeback | None
     prompt: tuple[int, ...]  # for the checkers only: no worker looks at it
 
 
@@ -73,8 +87,8 @@ class Done:
 class Decode(CachedWorker):
     role = "decode"
 
-    def __init__(self, world: World, name: str, **pools: int) -> None:
-        super().__init__(world, name, **pools)
+    def __init__(self, world: World, name: str, pools: PoolSizes) -> None:
+        super().__init__(world, name, pools)
         self.table = ReaderTable()
         self._bandwidth = Bandwidth(TIMING)
         self._held: dict[str, Held] = {}
@@ -83,7 +97,13 @@ class Decode(CachedWorker):
 
     def rpc_reserve(self, request: Reserve) -> str:
         """Raises: Overloaded, RequestTooLarge."""
-        holding = self.try_reserve(request.prompt_tokens + request.max_tokens)
+        want = Want(
+            tokens=request.prompt_tokens + request.max_tokens,
+            hashes=request.hashes[: request.prompt_tokens // BLOCK_TOKENS],
+            state=False,
+            write_back=request.write_back,
+        )
+        holding = self.memory.try_reserve(want)
         self._num_reservations += 1
         reservation_id = f"{request.request_id}.{self._num_reservations}"
         self.table.reserve(
@@ -94,6 +114,10 @@ class Decode(CachedWorker):
             now_ms=self.now_ms(),
         )
         self._holdings[reservation_id] = holding
+        shared = holding.reservation.shared
+        if shared:
+            held = Held(root=request.root, prefix_hash=request.hashes[shared - 1], num_blocks=shared)
+            self._held[reservation_id] = held
         self._arm()
         self.world.phase("reserved", self)
         return reservation_id
@@ -105,29 +129,23 @@ class Decode(CachedWorker):
     def rpc_adopt(self, request: Adopt, emit: Emit) -> Steps:
         """A handed-over request from its manifest to its last token, in order."""
         holding, manifest = yield from self._adopt(request)
-        box = Mailbox(self.discard)
+        turn = Turn(self, request, holding, manifest.next_token)
         try:
             self.world.checkers.adopted(self, request, holding)
             self.submit(
                 request.request_id,
                 holding,
-                box,
+                turn.box,
                 ids=(manifest.next_token,),
                 sampling=request.sampling,
                 restored=manifest.opened.prompt_tokens,
+                write_back=request.writeback is not None,
             )
+            turn.submitted = True
             self.world.phase("adopted", self)
             emit(Adopted())
             while True:
-                ids, ended = [], None
-                for event in (yield from box.batch(STALL_MS)):
-                    match event:
-                        case TokenSampled(token=token):
-                            ids.append(token.id)
-                        case Finished(reason=reason):
-                            ended = reason
-                        case Failed(error=error):
-                            raise error
+                ids, ended = yield from turn.hear()
                 if ids:
                     self.world.phase("decoding", self)
                     emit(Tokens(tuple(ids)))
@@ -137,14 +155,16 @@ class Decode(CachedWorker):
                     emit(Done(ended))
                     return
         finally:
-            box.close()
+            turn.close()
             self._move(request.reservation_id, Event.FINISHED)
 
     def _adopt(self, request: Adopt) -> Steps:
         """Follow, read, verify. Raises: HandoffRefused; the reservation is then released, or quarantined."""
         reservation_id, opened = request.reservation_id, request.opened
-        if self.table.phase(reservation_id) is not Phase.RESERVED:
-            self._ack(opened)
+        phase = self.table.phase(reservation_id)
+        if phase is not Phase.RESERVED:
+            if phase is Phase.RELEASED:  # else it is being read by the call that came first
+                self._ack(opened)
             raise self._counted("reservation")
         mine = self._mine(reservation_id)
         refusal = check_opened(checked_opened(opened), mine)

@@ -27,6 +27,7 @@ PHASES: Final = (
 ROLES: Final = ("router", "prefill", "decode", "cachestore", "redis")
 STRIKES: Final = ("kill", "stop", "cut")  # at a process
 STORMS: Final = ("lossy", "doubled", "slow", "stuck_reads", "flips", "model", "replayed_acks", "flush", "lost_keys")
+REPLAYS: Final = 8
 KINDS: Final = (*STRIKES, *STORMS)
 
 
@@ -185,7 +186,11 @@ class Faults:
         self._later(lasts_ms, setattr, self.world, "model_faults", 0.0)
 
     def _replayed_acks(self, lasts_ms: float) -> None:
-        """Releases from the past come again, some with fences that were never theirs."""
+        """Releases from the past come again and again, some with fences that were never theirs."""
+        for number in range(REPLAYS):
+            self._later(lasts_ms * number / REPLAYS, self._replay)
+
+    def _replay(self) -> None:
         rng, world = self.world.rng, self.world
         for target, method, request in world.acks[-8:]:
             process = world.processes.get(target)

@@ -21,7 +21,7 @@ from typing import Any
 
 from sim.bugs import BUGS
 from sim.checkers import INVARIANTS
-from sim.scenario import Outcome, run, scenario
+from sim.scenario import Outcome, Scenario, run, scenario
 
 CHUNK = 250
 FAILURES_MAX = 20
@@ -67,13 +67,17 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 def one(options: argparse.Namespace) -> int:
     with planted(options.bug):
-        outcome = run(scenario(options.seed), keep_trace=True)
+        outcome = run(plan(options.seed, options.bug), keep_trace=True)
     print("\n".join(outcome.lines))
     print(f"digest {outcome.digest:08x}")
     if outcome.violation is None:
         return 0
     report(outcome.seed, outcome.message, options.bug)
     return 1
+
+
+def plan(seed: int, bug: str | None) -> Scenario:
+    return BUGS[bug].scenario(seed) if bug is not None else scenario(seed)
 
 
 def planted(bug: str | None) -> Any:
@@ -123,7 +127,7 @@ def chunk(task: tuple[int, int, str | None, str]) -> dict[str, Any]:
     failures: list[dict[str, Any]] = []
     with planted(bug):
         for seed in range(first, first + count):
-            outcome = run(scenario(seed))
+            outcome = run(plan(seed, bug))
             add(outcome, counts, struck, failures)
     return {
         "first": first,

@@ -53,8 +53,9 @@ class Pool:
                 raise Violation("reuse_under_reader", f"{self.name}: cells given to {what} while {why}")
         self._num_owners += 1
         for cell in cells:
+            if cell in self.frozen:
+                raise Violation("immutable", f"{self.name}: a cell of {self.frozen[cell]} is given to {what}")
             self.owner[cell] = self._num_owners
-            self.frozen.pop(cell, None)
 
     def guard(self, reader: object, cells: Sequence[int], why: str, until: float = FOREVER) -> None:
         """Nobody else may get `cells` before true time `until`, or `unguard`."""
@@ -66,6 +67,11 @@ class Pool:
     def freeze(self, cells: Sequence[int], why: str) -> None:
         for cell in cells:
             self.frozen[cell] = why
+
+    def thaw(self, cells: Sequence[int]) -> None:
+        """What was there is no longer kept."""
+        for cell in cells:
+            self.frozen.pop(cell, None)
 
     def write(self, cells: Sequence[int], values: Sequence[int]) -> None:
         """Raises: Violation where a cell is immutable."""

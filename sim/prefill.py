@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from decode.manifest import Held
@@ -13,12 +12,13 @@ from moonrelay.errors import HandoffRefused, InvariantError, Unavailable
 from prefill.core import HandoffTable
 from prefill.core import Phase as HandoffPhase
 from prefill.parts import Announcer, HandoffShape
-from sim.adapters import TIMING
+from sim.adapters import TIMING, PoolSizes
 from sim.cached_worker import CachedWorker
 from sim.memory import CELL_BYTES, Span
 from sim.prompt import PromptRun
 from sim.toy import BLOCK_TOKENS, NUM_LAYERS, ROW_CELLS, STATE_CELLS
-from sim.worker import Holding, Prompt, span_of
+from sim.worker import Prompt, span_of
+from sim.worker_memory import Holding
 from sim.world import Future, Steps, Violation, World
 
 Emit = Callable[[Any], None]
@@ -85,42 +85,66 @@ class Ready:
 
 
 class Lent:
-    """One handoff in the making: its memory, and what its follower is to hear."""
+    """One handoff in the making: its memory, and the log of what its follower is to hear."""
 
-    def __init__(self, opened: Opened, holding: Holding, announcer: Announcer) -> None:
-        self.opened, self.holding, self.announcer = opened, holding, announcer
+    def __init__(self, opened: Opened, holding: Holding, prompt: Prompt) -> None:
+        self.opened, self.holding, self.prompt = opened, holding, prompt
+        shape = HandoffShape(
+            block_tokens=BLOCK_TOKENS,
+            prompt_tokens=opened.prompt_tokens,
+            block_bytes=ROW_CELLS * CELL_BYTES,
+            num_layers=NUM_LAYERS,
+            layer_bytes=2 * CELL_BYTES,
+        )
+        self.announcer = Announcer(shape=shape, part_bytes=1)
         self.held: Held | None = None
         self.state: list[Layers] = []
-        self.ended = False
-        self._parts: deque[Any] = deque()
+        self.over = False
+        self._log: list[Any] = []
         self._wake = Future()
 
-    def tell(self, part: Any) -> None:
-        self._parts.append(part)
+    def add(self, part: Any) -> None:
+        self._log.append(part)
         self._wake.set()
 
-    def end(self) -> None:
-        self.ended = True
-        self._wake.set()
+    def end(self, part: Any) -> None:
+        """The last part: the manifest, or None where the handoff was given up. Moot after one."""
+        if not self.over:
+            self.over = True
+            self.add(part)
 
-    def hear(self) -> Steps:
-        """The next part; None at the end of a handoff that was given up."""
-        while not self._parts:
-            if self.ended:
-                return None
+    def agree(self, held: Held) -> bool:
+        """Whether the follower's blocks are this prompt's."""
+        hashes = self.prompt.hashes
+        if not 0 < held.num_blocks <= len(hashes) or held.root != self.prompt.root:
+            return False
+        if hashes[held.num_blocks - 1] != held.prefix_hash:
+            return False
+        self.held = held
+        self.announcer.hold(held.num_blocks)
+        return True
+
+    def hear(self, number: int) -> Steps:
+        """Part `number` of the log, without what the follower holds; rows may be empty then."""
+        while number >= len(self._log):
             self._wake = Future()
             yield self._wake
-        return self._parts.popleft()
+        part = self._log[number]
+        skip = self.held.num_blocks if self.held is not None else 0
+        if isinstance(part, Rows) and part.first < skip:
+            return Rows(skip, part.spans[skip - part.first :])
+        if isinstance(part, Manifest) and skip and part.held is None:
+            return replace(part, rows=part.rows[skip:], held=self.held)
+        return part
 
 
 class Prefill(CachedWorker):
     role = "prefill"
 
-    def __init__(self, world: World, name: str, **pools: int) -> None:
-        super().__init__(world, name, **pools)
+    def __init__(self, world: World, name: str, pools: PoolSizes) -> None:
+        super().__init__(world, name, pools)
         self.table = HandoffTable(TIMING)
         self._lent: dict[str, Lent] = {}
-        self._prompts: dict[str, Prompt] = {}
         self._fences: dict[str, int] = {}
         self._num_handoffs = 0
 
@@ -130,7 +154,6 @@ class Prefill(CachedWorker):
         try:
             yield from run.begin(len(prompt.ids))
             lent = self._begin(run)
-            handoff_id = lent.opened.handoff_id
             try:
                 emit(lent.opened)
                 self.world.phase("prefilling", self)
@@ -143,13 +166,9 @@ class Prefill(CachedWorker):
                     self._publish(run, lent, token)
             finally:
                 self.unwatch_layers(run.holding)
-                lent.end()
                 if self.alive:
-                    if self.table.abandon(handoff_id, now_ms=self.now_ms()):
-                        self._free(handoff_id, acknowledged=False)
-                    elif self.table.phase(handoff_id) is HandoffPhase.EXPIRED:
-                        self._guard(lent, TIMING.transfer_ms(self.table._handoffs[handoff_id].nbytes))
-                    self._arm()
+                    lent.end(None)
+                    self._abandon(lent)
             run.store()
         finally:
             run.close()
@@ -158,16 +177,23 @@ class Prefill(CachedWorker):
     def rpc_follow(self, request: Follow, emit: Emit) -> Steps:
         """For the decode side: what of the handoff is final, as it becomes so; the manifest last."""
         outcome = self.table.follow(request.handoff_id, fence=request.fence)
-        lent = self._lent.get(request.handoff_id)
-        if outcome != "granted" or lent is None:
+        if outcome != "granted":
             raise HandoffRefused(f"handoff {outcome}", reason="withdrawn")
         self.world.checkers.fence(self, self._fences[request.handoff_id], request.fence)
-        self._agree(lent, request.held)
+        lent = self._lent[request.handoff_id]
+        if request.held is not None:
+            if not lent.agree(request.held):
+                raise HandoffRefused("the blocks held are not this prompt's", reason="held")
+            self.world.counts["delta_handoffs"] += 1
         self.world.phase("followed", self)
-        while (part := (yield from lent.hear())) is not None:
-            emit(part)
+        number = 0
+        while (part := (yield from lent.hear(number))) is not None:
+            number += 1
             if isinstance(part, Manifest):
+                emit(part)
                 return
+            if self._lend(lent, part):
+                emit(part)
         raise HandoffRefused("handoff withdrawn", reason="withdrawn")
 
     def rpc_release_handoff(self, request: tuple[str, int]) -> None:
@@ -180,16 +206,16 @@ class Prefill(CachedWorker):
         elif outcome == "declined":
             self.rows.unguard(handoff_id)
             self.state.unguard(handoff_id)
+            self._lent[handoff_id].end(None)
 
-    def _agree(self, lent: Lent, held: Held | None) -> None:
-        """Blocks that the follower has need not be announced, where they are this prompt's."""
-        prompt = self._prompts[lent.opened.handoff_id]
-        if held is None or lent.announcer.next_block or held.num_blocks > len(prompt.hashes):
-            return
-        if held.root == prompt.root and prompt.hashes[held.num_blocks - 1] == held.prefix_hash:
-            lent.held = held
-            lent.announcer.hold(held.num_blocks)
-            self.world.counts["delta_handoffs"] += 1
+    def _abandon(self, lent: Lent) -> None:
+        """The request has ended here; its memory is free, or waits for its follower, or for time."""
+        handoff_id = lent.opened.handoff_id
+        if self.table.abandon(handoff_id, now_ms=self.now_ms()):
+            self._free(handoff_id, acknowledged=False)
+        elif self.table.phase(handoff_id) is HandoffPhase.EXPIRED:
+            self._guard(lent, TIMING.transfer_ms(self.table._handoffs[handoff_id].nbytes))
+        self._arm()
 
     def _compute(self, run: PromptRun, lent: Lent, emit: Emit) -> Steps:
         token = None
@@ -209,23 +235,24 @@ class Prefill(CachedWorker):
                         return token, None if reason == "held" else reason
 
     def _rows(self, lent: Lent, tokens_done: int) -> None:
-        """Announce blocks that have become final."""
+        """Log blocks that have become final."""
         blocks = lent.announcer.rows(tokens_done)
-        if blocks and self._lend(lent, len(blocks) * ROW_CELLS):
-            cells = lent.holding.row_cells
-            lent.tell(Rows(blocks[0], tuple(span_of(self.rows, cells(block)) for block in blocks)))
+        if blocks:
+            spans = tuple(span_of(self.rows, lent.holding.row_cells(block)) for block in blocks)
+            lent.add(Rows(blocks[0], spans))
 
     def _layers(self, lent: Lent, layers_done: int) -> None:
-        """Announce layers that the prompt's last pass has left."""
+        """Log layers that the prompt's last pass has left."""
         layers = lent.announcer.layers(layers_done)
-        if layers and self._lend(lent, 2 * len(layers)):
+        if layers:
             part = self._state_part(lent, layers[0], layers[-1] + 1)
             lent.state.append(part)
-            lent.tell(part)
+            lent.add(part)
 
-    def _lend(self, lent: Lent, cells: int) -> bool:
-        handoff_id = lent.opened.handoff_id
-        if not self.table.lend(handoff_id, nbytes=cells * CELL_BYTES):
+    def _lend(self, lent: Lent, part: Rows | Layers) -> bool:
+        """Whether a part may go to the follower; its memory is lent then."""
+        cells = ROW_CELLS * len(part.spans) if isinstance(part, Rows) else part.recurrent.cells + part.conv.cells
+        if not cells or not self.table.lend(lent.opened.handoff_id, nbytes=cells * CELL_BYTES):
             return False
         self._guard(lent, None)
         self.world.counts["parts"] += 1
@@ -239,7 +266,8 @@ class Prefill(CachedWorker):
     def _publish(self, run: PromptRun, lent: Lent, next_token: int) -> None:
         holding, handoff_id = lent.holding, lent.opened.handoff_id
         lease = self.table.publish(handoff_id, nbytes=holding.nbytes, now_ms=self.now_ms())
-        if lease is None:
+        if lease is None:  # its follower had given up
+            lent.end(None)
             self._free(handoff_id, acknowledged=True)
             return
         self._guard(lent, lease.lease_ms + TIMING.transfer_ms(holding.nbytes))
@@ -247,7 +275,7 @@ class Prefill(CachedWorker):
         if lent.announcer.next_layer < NUM_LAYERS:
             lent.state.append(self._state_part(lent, lent.announcer.next_layer, NUM_LAYERS))
         self.world.phase("handed_off", self)
-        lent.tell(
+        lent.end(
             Manifest(
                 opened=lent.opened,
                 next_token=next_token,
@@ -267,17 +295,8 @@ class Prefill(CachedWorker):
         fence = self._fences[handoff_id] = self.table.begin(handoff_id)
         assert run.holding is not None
         tokens = len(run.prompt.ids)
-        shape = HandoffShape(
-            block_tokens=BLOCK_TOKENS,
-            prompt_tokens=tokens,
-            block_bytes=ROW_CELLS * CELL_BYTES,
-            num_layers=NUM_LAYERS,
-            layer_bytes=2 * CELL_BYTES,
-        )
         opened = Opened(handoff_id=handoff_id, source=self.name, epoch=self.epoch, fence=fence, prompt_tokens=tokens)
-        lent = Lent(opened, run.holding.share(), Announcer(shape=shape, part_bytes=1))
-        self._lent[handoff_id] = lent
-        self._prompts[handoff_id] = run.prompt
+        lent = self._lent[handoff_id] = Lent(opened, run.holding.share(), run.prompt)
         return lent
 
     def _guard(self, lent: Lent, ms: float | None) -> None:
@@ -304,8 +323,9 @@ class Prefill(CachedWorker):
         if acknowledged:
             self.rows.unguard(handoff_id)
             self.state.unguard(handoff_id)
-        self._prompts.pop(handoff_id)
-        self._lent.pop(handoff_id).holding.drop()
+        lent = self._lent.pop(handoff_id)
+        lent.end(None)
+        lent.holding.drop()
 
     def check(self) -> None:
         super().check()

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from engine.api import Failed, SnapshotTaken
-from sim.cached_worker import CachedWorker
+from sim.cached_worker import Bundle, CachedWorker
 from sim.memory import Landing
 from sim.toy import BLOCK_TOKENS
-from sim.worker import Holding, Mailbox, Prompt
+from sim.worker import Mailbox, Prompt
+from sim.worker_memory import Holding, Want
 from sim.world import Steps
 
 ADMISSION_WAIT_MS = 400
@@ -20,27 +23,43 @@ class PromptRun:
         self.worker, self.prompt = worker, prompt
         self.box = Mailbox(worker.discard)
         self.taken: list[tuple[int, int]] = []  # snapshots: tokens, slot
-        self.cached, self.reason = 0, None
+        self.cached = 0
+        self.reason: str | None = None
         self.holding: Holding | None = None
 
     def begin(self, tokens: int) -> Steps:
         """Memory, with the hit in it. Raises: Overloaded and others; memory is given back by `close`."""
         worker, prompt = self.worker, self.prompt
-        self.holding = yield from worker.reserve(tokens, ADMISSION_WAIT_MS)
-        if not prompt.hits:
-            return
-        landing = Landing()
-        try:
-            self.cached, self.reason = yield from worker.fetch(prompt, self.holding, landing)
-        finally:
-            if landing.pending:
-                worker.quarantine(self.holding, landing)
-                self.holding.drop()
-                self.holding = None
-        if self.holding is None:
-            self.holding = yield from worker.reserve(tokens, ADMISSION_WAIT_MS)
+        hit_blocks = prompt.hits[0].tokens // BLOCK_TOKENS if prompt.hits else 0
+        want = Want(
+            tokens=tokens,
+            hashes=prompt.hashes[: (len(prompt.ids) - 1) // BLOCK_TOKENS],
+            blocks_min=max(1, hit_blocks),
+            snapshots=len(prompt.snapshot_at),
+        )
+        self.holding = yield from worker.memory.reserve(want, ADMISSION_WAIT_MS)
+        if self.holding.found is not None:
+            self.cached = worker.memory.take(self.holding)
+            worker.world.counts["device_hits"] += 1
+        elif prompt.hits:
+            yield from self._fetch(want)
         if self.cached:
             worker.world.checkers.restored(worker, prompt, self.holding, self.cached)
+
+    def _fetch(self, want: Want) -> Steps:
+        """What the cache nodes have; other memory where a failed fetch may still land."""
+        landing, holding = Landing(), self.holding
+        assert holding is not None
+        try:
+            self.cached, self.reason = yield from self.worker.fetch(self.prompt, holding, landing)
+        finally:
+            if landing.pending:
+                self.worker.quarantine(holding, landing)
+                holding.drop()
+                self.holding = None
+        if self.holding is None:
+            want = replace(want, hashes=())
+            self.holding = yield from self.worker.memory.reserve(want, ADMISSION_WAIT_MS)
 
     def submit(self, *, hold: bool) -> None:
         assert self.holding is not None
@@ -61,7 +80,7 @@ class PromptRun:
         for event in (yield from self.box.batch(STALL_MS)):
             match event:
                 case SnapshotTaken(tokens=tokens, slot=slot):
-                    self.worker.snapshots[slot] = None
+                    self.worker.own_snapshot(slot)
                     self.taken.append((tokens, slot))
                 case Failed(error=error):
                     raise error
@@ -70,15 +89,30 @@ class PromptRun:
         return events
 
     def store(self) -> None:
+        """Keep the prompt's bundles here and offer what is new of them."""
         assert self.holding is not None
+        prompt = self.prompt
         taken, self.taken = self.taken, []
-        first, full = self.cached // BLOCK_TOKENS, len(self.prompt.ids) // BLOCK_TOKENS
-        self.worker.store(self.prompt, self.holding, first, full, taken)
+        if not prompt.store:
+            for _, slot in taken:
+                self.worker.memory.drop_snapshot(slot)
+            return
+        first, full = self.cached // BLOCK_TOKENS, len(prompt.ids) // BLOCK_TOKENS
+        bundle = Bundle(
+            root=prompt.root,
+            hashes=prompt.hashes,
+            first=first,
+            end=full,
+            publish=first < full or bool(taken),
+            hits=prompt.hits,
+            tenant=prompt.tenant,
+        )
+        self.worker.offer(bundle, self.holding, taken)
 
     def close(self) -> None:
         self.box.close()
         for _, slot in self.taken:
-            self.worker.drop_snapshot(slot)
+            self.worker.memory.drop_snapshot(slot)
         self.taken = []
         if self.holding is not None:
             self.holding.drop()

@@ -15,7 +15,7 @@ from router.edge import NoRoom, WorkerLost
 from router.ledger import Ledger
 from sim import adapters
 from sim.adapters import FINGERPRINT
-from sim.decode import Adopt, Adopted, Done, Reserve, Tokens
+from sim.decode import Adopt, Adopted, Done, Reserve, Tokens, Writeback
 from sim.network import Link, LinkLost
 from sim.prefill import FirstToken, Opened, Ready
 from sim.prompt import STALL_MS
@@ -151,6 +151,7 @@ class Router(Member):
             hits=hits,
             snapshot_at=snapshots,
             store=not turn.generated,
+            write_back=not turn.generated and adapters.wants_turn(),
             tenant=ask.tenant,
         )
         return Leg(prompt=prompt, match=match)
@@ -171,7 +172,12 @@ class Router(Member):
                 continue
             leg.plan = plan
             request = Reserve(
-                leg.prompt.request_id, len(leg.prompt.ids), turn.remaining, leg.prompt.root, leg.prompt.hashes
+                leg.prompt.request_id,
+                len(leg.prompt.ids),
+                turn.remaining,
+                leg.prompt.root,
+                leg.prompt.hashes,
+                leg.prompt.write_back,
             )
             try:
                 leg.reservation_id = yield from self.call(plan.decode.instance_id, "reserve", request)
@@ -247,7 +253,9 @@ class Router(Member):
         assert leg.reservation_id is not None
         prompt = leg.prompt
         sampling = replace(prompt.sampling, max_tokens=max(1, prompt.sampling.max_tokens - 1))
-        request = Adopt(prompt.request_id, leg.reservation_id, opened, sampling, tuple(prompt.ids))
+        tail = tuple(prompt.ids[len(prompt.hashes) * BLOCK_TOKENS :])
+        back = Writeback(prompt.root, prompt.hashes, tail, prompt.hits, prompt.tenant) if prompt.write_back else None
+        request = Adopt(prompt.request_id, leg.reservation_id, opened, sampling, back, tuple(prompt.ids))
         stream = self.world.network.stream(self, worker.instance_id, "adopt", request)
         adopted = False
         try:

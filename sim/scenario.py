@@ -5,10 +5,11 @@ from __future__ import annotations
 import random
 from collections import Counter
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from moonrelay.errors import ServeError
+from sim.adapters import PoolSizes
 from sim.cache_node import CacheNode
 from sim.checkers import Checkers
 from sim.clients import Clients, Conversation, TurnPlan, ids_of
@@ -34,8 +35,7 @@ class Cluster:
     prefills: int
     decodes: int
     nodes: int
-    num_blocks: int
-    num_slots: int
+    pools: PoolSizes
     node_cells: int
     transport: str
 
@@ -69,14 +69,24 @@ def scenario(seed: int) -> Scenario:
         routers=2,
         prefills=rng.randint(1, 2),
         decodes=rng.randint(1, 2),
-        nodes=rng.randint(1, 2),
-        num_blocks=rng.randint(16, 26) if tight else 64,
-        num_slots=rng.randint(3, 5) if tight else 12,
-        node_cells=rng.randint(20, 48) if tight else 240,
+        nodes=rng.choice((1, 1, 2)),
+        pools=PoolSizes(
+            num_blocks=rng.randint(16, 26) if tight else 64,
+            num_slots=rng.randint(3, 6) if tight else 16,
+            kept_share=rng.choice((0.0, 0.0, 0.5, 0.8)),
+            writeback=rng.choice(("on", "off", "adaptive")),
+        ),
+        node_cells=rng.randint(14, 36) if tight else 240,
         transport=rng.choice(("rdma", "cma", "tcp")),
     )
     faults = draw(rng, rng.choice((0, 1, 1, 2, 3, 4)), PHASE_ONE_MS * 0.7)
     return Scenario(seed=seed, cluster=cluster, conversations=tuple(conversations(rng)), faults=tuple(faults))
+
+
+def struck_by(seed: int, fault: Fault) -> Scenario:
+    """The run of `seed`, calm ones made busy, with this one fault."""
+    plan = scenario(seed + (seed % CALM_EVERY == 0))
+    return replace(plan, faults=(fault,))
 
 
 def conversations(rng: random.Random) -> list[Conversation]:
@@ -134,8 +144,7 @@ def calm(seed: int, rng: random.Random) -> Scenario:
         prefills=rng.randint(1, 2),
         decodes=1,
         nodes=rng.randint(1, 2),
-        num_blocks=80,
-        num_slots=16,
+        pools=PoolSizes(num_blocks=80, num_slots=24, kept_share=rng.choice((0.0, 0.5)), writeback="on"),
         node_cells=400,
         transport="rdma",
     )
@@ -188,8 +197,6 @@ def names(cluster: Cluster) -> list[str]:
 
 
 def maker(world: World, cluster: Cluster) -> Any:
-    pools = {"num_blocks": cluster.num_blocks, "num_slots": cluster.num_slots}
-
     def make(name: str) -> Process:
         match name.rstrip("0123456789"):
             case "redis":
@@ -197,9 +204,9 @@ def maker(world: World, cluster: Cluster) -> Any:
             case "node":
                 return CacheNode(world, name, cluster.node_cells)
             case "prefill":
-                return Prefill(world, name, **pools)
+                return Prefill(world, name, cluster.pools)
             case "decode":
-                return Decode(world, name, **pools)
+                return Decode(world, name, cluster.pools)
             case _:
                 return Router(world, name)
 

@@ -7,13 +7,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from engine.api import Reservation, SampledToken, SamplingParams, SequenceSpec, SnapshotTaken
+from engine.api import SampledToken, SamplingParams, SequenceSpec, SnapshotTaken
 from engine.core import Events, Scheduler, Step
-from moonrelay.errors import DeadlineExceeded, InvariantError, Overloaded, ServeError
-from sim.adapters import CONTEXT_LEN, engine_settings
-from sim.memory import CELL_BYTES, Landing, Pool, Span
+from moonrelay.errors import ServeError
+from sim.adapters import CONTEXT_LEN, PoolSizes, engine_settings
+from sim.memory import Landing, Pool, Span
 from sim.redis import Member
-from sim.toy import BLOCK_TOKENS, ROW_CELLS, STATE_CELLS, consume, next_token
+from sim.toy import BLOCK_TOKENS, consume, next_token
+from sim.worker_memory import Holding, WorkerMemory, block_cells, slot_cells
 from sim.world import Future, Steps, Violation, World
 
 STEP_MS = 2.0
@@ -40,6 +41,7 @@ class Prompt:
     hits: tuple[Hit, ...]  # the deepest first; the others are for when it cannot be fetched
     snapshot_at: tuple[int, ...]
     store: bool
+    write_back: bool
     tenant: str  # for the checkers only: no process looks at it
 
 
@@ -48,6 +50,7 @@ class Mailbox:
 
     def __init__(self, late: Callable[[Any], None]) -> None:
         self._late, self._closed = late, False
+        self.request_id = ""
         self._events: deque[Any] = deque()
         self._wake: Future | None = None
 
@@ -73,53 +76,19 @@ class Mailbox:
             self._late(self._events.popleft())
 
 
-class Holding:
-    """A reservation with several users; the engine gets it back when the last one has dropped it."""
-
-    def __init__(self, worker: Worker, reservation: Reservation) -> None:
-        self.worker, self.reservation, self._users = worker, reservation, 1
-
-    def share(self) -> Holding:
-        if self._users < 1:
-            raise InvariantError("memory shared after it was given back")
-        self._users += 1
-        return self
-
-    def drop(self) -> None:
-        if self._users < 1:
-            raise InvariantError("memory given back twice")
-        self._users -= 1
-        if self._users == 0:
-            self.worker.give_back(self)
-
-    @property
-    def nbytes(self) -> int:
-        return CELL_BYTES * (ROW_CELLS * len(self.reservation.blocks) + STATE_CELLS)
-
-    def row_cells(self, block: int) -> range:
-        return block_cells(self.reservation.blocks[block])
-
-    def state_cells(self) -> range:
-        return slot_cells(self.reservation.slot)
-
-
 class Worker(Member):
-    def __init__(self, world: World, name: str, *, num_blocks: int, num_slots: int) -> None:
+    def __init__(self, world: World, name: str, pools: PoolSizes) -> None:
         super().__init__(world, name)
-        self.scheduler = Scheduler(
-            engine_settings(num_blocks=num_blocks, num_slots=num_slots), context_len=CONTEXT_LEN
+        self.scheduler = Scheduler(engine_settings(pools), context_len=CONTEXT_LEN)
+        self.memory = WorkerMemory(
+            world, name, self.scheduler, kept_share=pools.kept_share, on_change=self._memory_changed
         )
-        self.rows = Pool(world, f"{name}/rows", ROW_CELLS * num_blocks)
-        self.state = Pool(world, f"{name}/state", STATE_CELLS * num_slots)
+        self.rows, self.state = self.memory.rows, self.memory.state
         self.pools = {"rows": self.rows, "state": self.state}
-        self.holdings: dict[Holding, None] = {}
-        self.snapshots: dict[int, None] = {}
-        self.quarantined = 0
-        self._waiting: deque[tuple[int, Future]] = deque()  # tokens, who waits for memory
+        self.quarantined = self.background = 0
         self._watchers: dict[int, Callable[[int], None]] = {}  # by reservation
         self._finished_early: dict[int, tuple[int, int]] = {}  # slot: the first layer's state before the pass
         self._work = Future()
-        self._publishing = 0
         self._num_ids = 0
 
     def boot(self) -> None:
@@ -130,69 +99,15 @@ class Worker(Member):
         stats = self.scheduler.stats()
         return stats.num_running + stats.num_waiting
 
-    # Memory.
-
-    def try_reserve(self, tokens: int) -> Holding:
-        """Raises: Overloaded, RequestTooLarge."""
-        if self._waiting:
-            raise Overloaded("others wait for memory")
-        return self._hold(tokens)
-
-    def reserve(self, tokens: int, wait_ms: float) -> Steps:
-        """First come, first served. Raises: Overloaded when no memory came in time."""
-        try:
-            return self.try_reserve(tokens)
-        except Overloaded:
-            turn = Future()
-            entry = (tokens, turn)
-            self._waiting.append(entry)
-        try:
-            return (yield (turn, wait_ms))
-        except (DeadlineExceeded, GeneratorExit) as left:
-            if turn.done:
-                turn.value.drop()  # it was given what it no longer waits for
-            if isinstance(left, GeneratorExit):
-                raise
-            raise Overloaded("no memory came in time") from None
-        finally:
-            if entry in self._waiting:
-                self._waiting.remove(entry)
-                self._freed()
-
-    def _freed(self) -> None:
-        while self._waiting:
-            tokens, turn = self._waiting[0]
-            try:
-                holding = self._hold(tokens)
-            except Overloaded:
-                return
-            self._waiting.popleft()
-            turn.set(holding)
-
-    def _hold(self, tokens: int) -> Holding:
-        reservation = self.scheduler.ledger.reserve(tokens)
-        holding = Holding(self, reservation)
-        self.rows.assign([c for b in reservation.blocks for c in block_cells(b)], "a reservation")
-        self.state.assign(slot_cells(reservation.slot), "a reservation")
-        self.holdings[holding] = None
-        return holding
-
-    def give_back(self, holding: Holding) -> None:
-        del self.holdings[holding]
-        self.scheduler.release(holding.reservation)
-        self._wake_engine()
-        self._freed()
-
-    def drop_snapshot(self, slot: int) -> None:
-        del self.snapshots[slot]
-        self.scheduler.ledger.release_snapshot(slot)
-        self._freed()
-
     def discard(self, event: Any) -> None:
         """An event that came after its request had gone: only a snapshot has to be given back."""
         if isinstance(event, SnapshotTaken):
-            self.snapshots[event.slot] = None
-            self.drop_snapshot(event.slot)
+            self.own_snapshot(event.slot)
+            self.memory.drop_snapshot(event.slot)
+
+    def own_snapshot(self, slot: int) -> None:
+        self.state.freeze(slot_cells(slot), "a snapshot")
+        self.memory.own_snapshot(slot)
 
     def quarantine(self, holding: Holding, landing: Landing, then: Callable[[], None] | None = None) -> None:
         """Keep `holding` from everybody until nothing can land in it any more."""
@@ -215,7 +130,17 @@ class Worker(Member):
         self._num_ids += 1
         made = SequenceSpec(request_id=f"{prompt_id}/{self._num_ids}", **spec)
         self.scheduler.submit(made, holding.reservation, box.emit)
+        box.request_id = made.request_id
         self._wake_engine()
+
+    def cancel(self, box: Mailbox) -> None:
+        self.scheduler.cancel(box.request_id)
+        self._wake_engine()
+
+    def _memory_changed(self) -> None:
+        self._wake_engine()
+        if self.memory.waiting:
+            self.world.soon(self, self.memory.serve_waiting)
 
     def _wake_engine(self) -> None:
         self._work.set()
@@ -225,13 +150,13 @@ class Worker(Member):
         while True:
             self._deliver(scheduler.reap())
             step = scheduler.plan()
-            self._freed()
+            self.memory.serve_waiting()
             if step is None:
                 if not scheduler.has_work:
                     self._work = Future()
                     yield self._work
                 continue
-            for slot in step.snapshots.values():
+            for _, slot in step.copies:
                 self.state.assign(slot_cells(slot), "a snapshot")
             self._guard_step(step)
             yield STEP_MS * (0.5 + self.rng.random())
@@ -239,11 +164,11 @@ class Worker(Member):
                 yield STEP_MS * self.rng.random()
             events = self._complete(step)
             self._deliver(events)
-            self._freed()
+            self.memory.serve_waiting()
 
     def _guard_step(self, step: Step) -> None:
         """Nobody may be given what a running step writes to."""
-        slots = [*(s.reservation.slot for s in step.sequences), *step.snapshots.values()]
+        slots = [*(s.reservation.slot for s in step.sequences), *(slot for _, slot in step.copies)]
         self.state.guard(id(step), [c for slot in slots for c in slot_cells(slot)], "a step runs on them")
         rows = [c for s in step.sequences for b in s.reservation.blocks for c in block_cells(b)]
         self.rows.guard(id(step), rows, "a step runs on them")
@@ -258,7 +183,6 @@ class Worker(Member):
         drawn = [token for segment in step.segments if (token := self._forward(segment)) is not None]
         for source, target in step.copies:
             self.state.write(slot_cells(target), self.state.read(slot_cells(source)))
-            self.state.freeze(slot_cells(target), "a snapshot")
         return self.scheduler.complete(step, drawn)
 
     def _forward(self, segment: Any) -> SampledToken | None:
@@ -314,23 +238,20 @@ class Worker(Member):
     def check(self) -> None:
         self.world.counts["check:books"] += 1
         self.scheduler.check()
+        self.memory.bundles.check()
 
     def settled(self) -> None:
-        """Nothing goes on any more. Raises: Violation where memory is still held."""
+        """Nothing goes on any more. Raises: Violation where memory is held that nobody merely keeps."""
         self.check()
-        stats = self.scheduler.stats()
-        if stats.free_blocks != stats.num_blocks or stats.free_slots != stats.num_slots:
-            raise Violation("books", f"{self.name} is idle with {stats}, {len(self.holdings)} holdings")
-        if self.holdings or self.snapshots or self.quarantined or self._waiting or self._publishing:
-            raise Violation("books", f"{self.name} is idle and holds something")
-
-
-def block_cells(block: int) -> range:
-    return range(ROW_CELLS * block, ROW_CELLS * (block + 1))
-
-
-def slot_cells(slot: int) -> range:
-    return range(STATE_CELLS * slot, STATE_CELLS * (slot + 1))
+        memory = self.memory
+        if memory.holdings or memory.waiting or self.quarantined or self.background:
+            raise Violation("books", f"{self.name} is idle and holds {len(memory.holdings)} reservations")
+        stats, kept = self.scheduler.stats(), len(list(memory.bundles.blocks))
+        slots = len(list(memory.bundles.slots))
+        if stats.free_blocks + kept != stats.num_blocks or stats.free_slots + slots != stats.num_slots:
+            raise Violation("books", f"{self.name} is idle with {stats}; {kept} blocks and {slots} slots are kept")
+        if sorted(memory.snapshots) != sorted(memory.bundles.slots):
+            raise Violation("books", f"{self.name} is idle with snapshots {memory.snapshots}")
 
 
 def span_of(pool: Pool, cells: range) -> Span:
