@@ -97,11 +97,16 @@ class Chains:
         chain = self._kept.get(last)
         if chain is None:
             return None
-        if chain.holds():
+        if chain.holds() and not self._here(chain.entries[0].offer.parent):
             self._kept.move_to_end(last)
             return chain
         self._drop(last)
         return None
+
+    def _here(self, key: Key | None) -> bool:
+        """Whether a chain goes on below its first entry: what was missing there may have come since."""
+        entry = self._books.entry(key) if key is not None else None
+        return entry is not None and entry.state in VISIBLE
 
     def _keep(self, last: Key, chain: _Chain) -> None:
         self._kept[last] = chain
