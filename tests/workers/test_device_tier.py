@@ -8,7 +8,7 @@ import pytest
 
 from decode.held import DeviceTier
 from engine.api import SamplingParams, SequenceSpec
-from engine.worker.memory import Memory, Want
+from engine.worker.memory import ROWS_POOL, Memory, Want
 from moonrelay.errors import InvariantError, Overloaded
 from moonrelay.prefix import prefix_hashes
 from moonrelay.stubs.v1 import worker_pb2
@@ -244,3 +244,26 @@ def test_limits_bound_what_is_kept_and_the_index_is_told(make_engine):
     assert not list(nothing.bundles.blocks)
     memory.clear()
     assert engine.stats().free_blocks == 16
+
+
+@pytest.mark.parametrize("tier", ["host", "device"])
+def test_what_a_transfer_or_an_owner_has_hashed_is_not_hashed_again(valkey, make_engine, backend, tier):
+    async def scenario():
+        async with cached_world(valkey, make_engine, backend, **HALF) as (world, node):
+            prompt, root = prompt_of(200), next(roots)
+            whole = prefill_request(prompt, root=root, snapshot_at=(192,), store=True)
+            ready, _ = await continued(world, whole)
+            await settled(world)
+            hit = (await node.match(prompt, root)).hit()
+            if tier == "host":
+                world.prefill.memory.clear()
+            prompts, hashed = world.prefill.prompts, []
+            make_span = prompts._make_span
+            prompts._make_span = lambda *extent: hashed.append(extent) or make_span(*extent)
+            again, _ = await continued(world, prefill_request(prompt, root=root, hit=hit, store=True))
+            assert getattr(again.cache, f"cached_{tier}") == 192
+            rows = [extent for extent in hashed if extent[0] == ROWS_POOL]
+            assert len(rows) == 1  # the last, partly filled block
+            assert [s.xxh3 for s in again.manifest.rows] == [s.xxh3 for s in ready.manifest.rows]
+
+    asyncio.run(scenario())
