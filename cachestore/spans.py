@@ -20,6 +20,8 @@ _PACK: Final = struct.Struct("<IHHQQQ").pack
 
 def pack_entry(pool: int, regions: Sequence[tuple[int, int, int]]) -> bytes:
     """One entry's records, from (offset, length, xxh3) in order; found in memory."""
+    if len(regions) == 1:
+        return _PACK(pool, HOST, 1, *regions[0])
     final = len(regions) - 1
     return b"".join(_PACK(pool, HOST, i == final, *region) for i, region in enumerate(regions))
 
