@@ -200,7 +200,7 @@ class NodeCore(Ledger):
         self._disk.num_writing -= 1
         self.let_go([key])
 
-    def unwritten(self, key: Key, *, again: bool) -> None:
+    def unwritten(self, key: Key, *, again: bool, used: bool = False) -> None:
         """There is no file. `again`: try once more, after what is waiting."""
         entry = self._in_state(key, State.WRITING)
         entry.state = after(entry.state, Event.UNWRITTEN)
@@ -208,7 +208,7 @@ class NodeCore(Ledger):
         self._disk.num_writing -= 1
         self.let_go([key])
         if again:
-            self._disk.want(key, used=True)
+            self._disk.want(key, used=used)
 
     def take_deletions(self) -> list[tuple[Key, int]]:
         """Files to delete now, before anything else is written, and their bytes; `deleted` when that is done."""

@@ -112,7 +112,9 @@ class IndexWriter:
         except FAILURES as error:
             raise Unavailable(f"nothing can be evicted while the index is away: {error}") from None
         finally:
-            self._core.restore([key for keys in by_root.values() for key in keys])
+            kept = [key for keys in by_root.values() for key in keys]
+            self._core.restore(kept)
+            self.note(kept)  # the index may have heard, although it did not answer
 
     async def renew(self) -> None:
         """Extend the keys' lives; a root whose keys have vanished (a flush, a lost Redis) is written again."""

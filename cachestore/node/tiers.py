@@ -32,8 +32,9 @@ from moonrelay.valkey import FAILURES
 logger = logging.getLogger(__name__)
 
 READERS = 4  # an NVMe device needs several requests at once
-PROMOTIONS_WAITING_MAX = 64  # leases that wait for the disk
+PROMOTIONS_MAX = 64  # going on or waiting for a reading thread
 PROMOTE_TRIES = 3  # what came into memory may leave again while the rest is read
+MEASURED_BYTES_MIN = 8 << 20  # less says more about the machine's load than about its disk
 SCAN_BATCH = 128
 OPEN_AGAIN_S = 5.0  # another process may let go of the directory
 PAUSE_S = 10.0  # of writing, after the disk was full or failed
@@ -62,7 +63,7 @@ class DiskTier:
         self._writer = ThreadPoolExecutor(1, "disk-writer")
         self._readers = ThreadPoolExecutor(READERS, "disk-reader")
         self._promoting: dict[Key, asyncio.Task[None]] = {}
-        self._num_waiting = 0
+        self._bytes_per_s = 0.0  # of promotions; 0: not known yet
         self._wake, self._written_out = asyncio.Event(), asyncio.Event()
         self._counts = ScanCounts()
         self.state: DiskState = "off" if directory is None else "unavailable"
@@ -125,36 +126,51 @@ class DiskTier:
         asked = self._core.on_disk(keys)
         if not asked:
             return []
-        if self._num_waiting >= PROMOTIONS_WAITING_MAX:
-            raise Overloaded(f"{PROMOTIONS_WAITING_MAX} leases are waiting for the disk")
-        self._num_waiting += 1
+        if len(set(self._promoting.values())) >= PROMOTIONS_MAX:
+            raise Overloaded(f"{PROMOTIONS_MAX} leases are waiting for the disk")
+        self._start(asked, keys)
+        wanted = sum(entry.offer.nbytes for key in asked if (entry := self._core.entry(key)) is not None)
+        if self._bytes_per_s and wanted / self._bytes_per_s > deadline_s - time.monotonic():
+            raise DeadlineExceeded("reading from disk will take longer than the lease may wait")
         held = self._core.hold(keys)
         try:
             async with asyncio.timeout(deadline_s - time.monotonic()):
                 missing = asked
                 for _ in range(PROMOTE_TRIES):
-                    await self._bring(missing, keys)
+                    await self._read(missing)
                     held += self._core.hold(missing)
                     missing = self._core.on_disk(keys)
                     if not missing:
                         return asked
+                    self._start(missing, keys)
             raise Overloaded("memory is too small for all that is wanted from disk")
         except TimeoutError:
             raise DeadlineExceeded("reading from disk took longer than the lease may wait") from None
         finally:
-            self._num_waiting -= 1
             self._core.let_go(held)
 
-    async def _bring(self, missing: Sequence[Key], keys: Sequence[Key]) -> None:
-        """Wait until every one of `missing` was read, by this or an earlier call's reading. Raises: ServeError."""
+    def _start(self, missing: Sequence[Key], protect: Sequence[Key]) -> None:
+        """Have those of `missing` read that are not being read yet; that goes on whoever stops waiting for it."""
         fresh = [key for key in missing if key not in self._promoting]
-        if fresh:
-            task = asyncio.get_running_loop().create_task(self._promote(fresh, keys))  # outlives an impatient lease
+        if not fresh:
+            return
+
+        def ended(task: asyncio.Task[None]) -> None:
             for key in fresh:
-                self._promoting[key] = task
-            task.add_done_callback(lambda _: [self._promoting.pop(key) for key in fresh])
-        tasks = {self._promoting[key] for key in missing}
-        await asyncio.wait(tasks)
+                del self._promoting[key]
+            if not task.cancelled() and (error := task.exception()) is not None:
+                logger.info("not brought from disk", extra={"reason": str(error), "entries": len(fresh)})
+
+        task = asyncio.get_running_loop().create_task(self._promote(fresh, protect))
+        for key in fresh:
+            self._promoting[key] = task
+        task.add_done_callback(ended)
+
+    async def _read(self, missing: Sequence[Key]) -> None:
+        """Wait until every one of `missing` was read. Raises: ServeError."""
+        tasks = {self._promoting[key] for key in missing if key in self._promoting}
+        if tasks:
+            await asyncio.wait(tasks)
         for task in tasks:
             if not task.cancelled() and (error := task.exception()) is not None:
                 raise error
@@ -184,7 +200,7 @@ class DiskTier:
             for i, result in zip(part, await reading, strict=True):
                 results[keys[i]] = result
         self._settle(keys, results)
-        self._metrics.promote_seconds.observe(time.monotonic() - started)
+        self._measure(sum(header.nbytes for header, _ in jobs), time.monotonic() - started)
 
     def _settle(self, keys: Sequence[Key], results: dict[Key, list[Region] | RefusedFile]) -> None:
         refused: list[Key] = []
@@ -202,6 +218,12 @@ class DiskTier:
         if refused:
             self._index.note([*refused, *self._core.resting_on(refused)])
         self._index.note(self._core.take_moved())
+
+    def _measure(self, nbytes: int, seconds: float) -> None:
+        self._metrics.promote_seconds.observe(seconds)
+        if nbytes >= MEASURED_BYTES_MIN:
+            now = nbytes / max(seconds, 1e-6)
+            self._bytes_per_s = now if not self._bytes_per_s else 0.7 * self._bytes_per_s + 0.3 * now
 
     # Writing.
 
@@ -225,7 +247,7 @@ class DiskTier:
         try:
             await self._in_writer(files.write, header, body)
         except (DiskFull, DiskFault) as error:
-            self._core.unwritten(key, again=isinstance(error, DiskFull))
+            self._core.unwritten(key, again=isinstance(error, DiskFull), used=used)
             reason = "full" if isinstance(error, DiskFull) else "failed"
             self._metrics.disk_errors.labels(reason).inc()
             logger.warning("disk not written, pausing", extra={"reason": str(error), "seconds": self._pace.pause_s})

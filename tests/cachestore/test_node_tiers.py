@@ -6,6 +6,7 @@ import asyncio
 import errno
 import os
 import secrets
+import time
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from test_node import BUNDLE_BYTES, fresh_root, until
 from cachestore.node import tiers as tiers_module
 from cachestore.node.files import OWNER_FILE
 from cachestore.node.states import State
+from moonrelay.errors import DeadlineExceeded
 from moonrelay.valkey import LocalValkey, start_local_valkey
 
 DISK_BYTES = 1 << 24
@@ -279,5 +281,31 @@ def test_two_tenants_never_meet(valkey: LocalValkey, tmp_path: Path) -> None:
             assert {key.root for key in world.node.core.visible()} == {mine.root}
             assert metric(world, "disk_recovery_refused") == 8 and not files_in(folder)
             assert await fetched(world, mine) == 4 * 64 and await fetched(world, theirs) == 0
+
+    asyncio.run(run())
+
+
+def test_a_lease_that_the_disk_cannot_serve_in_time_is_told_at_once_and_the_next_one_is_served(
+    valkey: LocalValkey, tmp_path: Path
+) -> None:
+    root = fresh_root()
+    mine, other = prompt(root, (1, 4)), prompt(root, (2, 4))
+
+    async def run() -> None:
+        async with local_world(valkey.url, BUNDLE_BYTES, tmp_path, DISK_BYTES) as world:
+            await published(world, mine, other)
+            disk, core = world.node.disk, world.node.core
+            disk._bytes_per_s = 1_000.0  # a disk that was very slow so far
+            keys = core.on_disk(core.visible())
+            with pytest.raises(DeadlineExceeded, match="will take longer"):
+                await disk.ensure(keys, time.monotonic() + 5)
+            await until(lambda: not core.on_disk(keys))  # what was begun goes on
+            assert await fetched(world, mine) == 4 * 64
+            await until(lambda: not core.stats().num_leases)
+            disk._bytes_per_s = 0.0
+            with pytest.raises(DeadlineExceeded, match="took longer"):
+                await disk.ensure(core.on_disk(core.visible()), time.monotonic())
+            await until(lambda: not disk._promoting)
+            core.check()
 
     asyncio.run(run())

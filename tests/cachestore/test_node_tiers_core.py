@@ -78,7 +78,7 @@ def test_parents_are_written_before_children_and_an_unwritten_entry_leaves_as_be
     assert core.begin_write(keys[0], FILE_BYTES)
     assert core.victims(3 * PAGE_BYTES, now_ms=0) == [keys[2], keys[1]]  # the first is held while it is written
     assert core.next_writes() is None
-    core.unwritten(keys[0], again=True)
+    core.unwritten(keys[0], again=True, used=True)
     core.check()
     assert core.next_writes() == ([keys[0]], True)
 
