@@ -36,8 +36,7 @@ class HitDensity:
 
     def enter(self, kind: Class, octave: int) -> None:
         """A life of this class has reached this octave."""
-        for end in range(len(kind) + 1):
-            self._row(self._entered, kind[:end])[octave] += 1
+        _row(self._entered, kind)[octave] += 1
         if octave == 0:
             self._lives += 1
             if self._lives % self._half_life == 0:
@@ -47,8 +46,7 @@ class HitDensity:
 
     def hit(self, kind: Class, octave: int) -> None:
         """A life of this class was hit in this octave, and begins anew."""
-        for end in range(len(kind) + 1):
-            self._row(self._hits, kind[:end])[octave] += 1
+        _row(self._hits, kind)[octave] += 1
 
     def density(self, kind: Class, octave: int) -> float:
         """Expected hits per second, at the best time to stop waiting for one."""
@@ -61,25 +59,17 @@ class HitDensity:
         """Of a hit within each octave once it is reached; a class leans on the wider ones while it is young."""
         chances = [PRIOR] * OCTAVES
         for end in range(len(kind) + 1):
-            entered, hits = self._entered.get(kind[:end]), self._hits.get(kind[:end])
-            if entered is not None:
-                chances = [
-                    min(0.99, ((hits[i] if hits else 0.0) + PRIOR_WEIGHT * chances[i]) / (entered[i] + PRIOR_WEIGHT))
-                    for i in range(OCTAVES)
-                ]
+            entered, hits = _total(self._entered, kind[:end]), _total(self._hits, kind[:end])
+            chances = [
+                min(0.99, (hit + PRIOR_WEIGHT * chance) / (lives + PRIOR_WEIGHT))
+                for lives, hit, chance in zip(entered, hits, chances, strict=True)
+            ]
         return chances
 
     def _forget(self) -> None:
         for table in (self._entered, self._hits):
             for row in table.values():
                 row[:] = [count / 2 for count in row]
-
-    @staticmethod
-    def _row(table: dict[Class, list[float]], kind: Class) -> list[float]:
-        row = table.get(kind)
-        if row is None:
-            row = table[kind] = [0.0] * OCTAVES
-        return row
 
 
 def octave_of(age_s: float) -> int:
@@ -90,6 +80,19 @@ def octave_of(age_s: float) -> int:
 def octave_end_s(octave: int) -> float:
     """The age at which it ends."""
     return float(1 << octave)
+
+
+def _row(table: dict[Class, list[float]], kind: Class) -> list[float]:
+    row = table.get(kind)
+    if row is None:
+        row = table[kind] = [0.0] * OCTAVES
+    return row
+
+
+def _total(table: dict[Class, list[float]], prefix: Class) -> list[float]:
+    """Over the classes that begin so."""
+    rows = [row for kind, row in table.items() if kind[: len(prefix)] == prefix]
+    return [sum(column) for column in zip(*rows, strict=True)] if rows else [0.0] * OCTAVES
 
 
 def _best_rates(chances: list[float]) -> list[float]:

@@ -105,6 +105,10 @@ class Retention:
 
     def drop(self, key: Key) -> None:
         """It is not here any more, or did not come. At any time, whatever rests on it."""
+        self._stand(self._take(key))
+
+    def _take(self, key: Key) -> Tracked | None:
+        """Drop it; what it rested on, if that is here, has yet to stand."""
         kept = self._kept.pop(key)
         kept.ticket = 0
         parent = kept.offer.parent
@@ -112,11 +116,12 @@ class Retention:
             self._leave(kept, kept.life, parent)
         elif kept.life is None:
             self._runs.drop_block(key)
-        if parent is not None:
-            self._children[parent] -= 1
-            if not self._children[parent]:
-                del self._children[parent]
-            self._stand(self._kept.get(parent))
+        if parent is None:
+            return None
+        self._children[parent] -= 1
+        if not self._children[parent]:
+            del self._children[parent]
+        return self._kept.get(parent)
 
     def restore(self, offer: Offer, nbytes: int) -> None:
         """It was to go and could not: it is the first to go next time."""
@@ -162,11 +167,17 @@ class Retention:
         for key in protected:
             self.pin(key)
         found: list[Key] = []
-        freed = 0
-        while freed < nbytes and (least := self._pop()) is not None:
+        freed, orphan = 0, None
+        while freed < nbytes and (least := orphan or self._pop()) is not None:
             freed += least.nbytes
-            self.drop(least.offer.key)
             found.append(least.offer.key)
+            above = self._take(least.offer.key)
+            orphan = None
+            if above is not None and not above.restored and self._may_go(above):
+                orphan = above  # a block, and nothing stands on it any more: it goes next
+            else:
+                self._stand(above)
+        self._stand(orphan)
         for key in protected:
             self.unpin(key)
         return found
