@@ -8,14 +8,16 @@ import time
 import urllib.request
 from pathlib import Path
 
+import grpc
 import pytest
 from cache_world import NodeProcess, Prompt, Worker, prompt, worker_in
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 from tests_cachestore import soon
 
-from cachestore.main import main
+from cachestore.main import INDEX_SERVICE, main
 from moonrelay.errors import SettingsError
 from moonrelay.membership import Member
-from moonrelay.valkey import LocalValkey
+from moonrelay.valkey import LocalValkey, start_local_valkey
 
 pytestmark = pytest.mark.cluster
 
@@ -140,3 +142,54 @@ def test_a_second_process_on_the_directory_says_so_and_serves(valkey: LocalValke
 def test_disk_settings_that_cannot_work_are_named(flags: list[str], named: str) -> None:
     with pytest.raises(SettingsError, match=f"^{named}: expected"):
         main(["--redis-url", "redis://127.0.0.1:1", *flags])
+
+
+async def health(address: str, service: str) -> int:
+    async with grpc.aio.insecure_channel(address) as channel:
+        request = health_pb2.HealthCheckRequest(service=service)
+        return (await health_pb2_grpc.HealthStub(channel).Check(request, timeout=5)).status
+
+
+def test_a_node_without_redis_serves_what_it_has_says_so_and_is_found_again(tmp_path: Path) -> None:
+    """Memory holds one bundle, disk both: without the index, leases still bring either back."""
+    home = tmp_path / "valkey"
+    server = start_local_valkey(home)
+    cluster, root = secrets.token_hex(4), secrets.token_bytes(16)
+    flags = ("--transport", "tcp", "--disk-dir", str(tmp_path / "disk"), "--disk-bytes", "64_000_000")
+    states = health_pb2.HealthCheckResponse
+
+    async def run() -> None:
+        nonlocal server
+        node = NodeProcess(server.url, cluster, tmp_path, *flags, "--dram-bytes", "1_048_576")
+        async with worker_in(server.url, cluster, "tcp") as (worker, membership):
+            try:
+                member = await node.ready(membership)
+                prompts = [prompt(root, (token, 5)) for token in range(20)]
+                for mine in prompts:
+                    await stored(worker, member, mine)
+                await shown(node, 'tier_snapshots{tier="disk"} 20.0', "disk_waiting_entries 0.0")
+                matches = [await worker.match(mine) for mine in prompts]
+                assert await health(member.grpc_address, INDEX_SERVICE) == states.SERVING
+
+                server.stop()
+                for mine, match in zip(prompts[::4], matches[::4], strict=True):
+                    assert (await worker.fetch(mine, match)).tokens == 320
+                await shown(node, "moonrelay_cache_index_up 0.0")
+                assert await health(member.grpc_address, INDEX_SERVICE) == states.NOT_SERVING
+                assert await health(member.grpc_address, "moonrelay.v1.CacheNode") == states.SERVING
+
+                server = start_local_valkey(home)  # empty
+                await shown(node, "moonrelay_cache_index_up 1.0", "moonrelay_cache_index_untold_entries 0.0")
+                assert await membership.wait_for(lambda m: bool(m.members("cachestore")), soon(10))
+                deadline_s = soon(10)
+                while (await worker.match(prompts[7])).tokens != 320:  # until it has written itself again
+                    assert time.monotonic() < deadline_s
+                assert await fetched(worker, prompts[7]) == (320, None)
+                assert "Traceback" not in node.output()
+            finally:
+                node.close()
+
+    try:
+        asyncio.run(run())
+    finally:
+        server.stop()
