@@ -7,7 +7,7 @@ DEV_STAMP := $(VENV)/.installed-dev-$(SUM)
 export OMP_NUM_THREADS ?= 1
 export UCX_MODULES ?= ^efa
 
-.PHONY: install dev demo up check test sim proto bench bench-agents bench-cache bench-memory check-wheel faults clean
+.PHONY: install dev demo up check test sim proto bench bench-agents bench-cache bench-memory bench-precision check-wheel faults clean
 
 install: $(STAMP)
 
@@ -59,6 +59,9 @@ check-wheel: dev
 
 bench-memory: install
 	$(PY) bench/memory.py
+
+bench-precision: dev
+	$(PY) bench/snapshot_precision.py $(ARGS)
 
 bench-cache: install
 	$(PY) bench/cache.py $(ARGS)

@@ -68,6 +68,7 @@ class DecodeEdge(worker_pb2_grpc.DecodeWorkerServicer):
             max_tokens=request.max_tokens,
             root=request.root,
             hashes=tuple(hashes),
+            write_back=request.write_back,
         )
 
     async def _release(self, request: worker_pb2.ReleaseReservationRequest) -> worker_pb2.ReleaseReservationReply:

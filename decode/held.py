@@ -12,7 +12,9 @@ from engine.worker.memory import Holding, Memory
 class HeldBlocks(Protocol):
     """The device tier, as reservations use it."""
 
-    def reserve(self, tokens: int, root: bytes, hashes: Sequence[bytes]) -> tuple[Holding, int]:
+    def reserve(
+        self, tokens: int, root: bytes, hashes: Sequence[bytes], *, write_back: bool = False
+    ) -> tuple[Holding, int]:
         """Memory for `tokens`, and how many of its first blocks are there, verified, under `hashes` of `root`.
 
         Those blocks are shared: they are not written to. Raises: Overloaded, RequestTooLarge, Unavailable.
@@ -26,8 +28,10 @@ class NothingHeld:
     def __init__(self, memory: Memory) -> None:
         self._memory = memory
 
-    def reserve(self, tokens: int, root: bytes, hashes: Sequence[bytes]) -> tuple[Holding, int]:
-        return self._memory.try_reserve(tokens), 0
+    def reserve(
+        self, tokens: int, root: bytes, hashes: Sequence[bytes], *, write_back: bool = False
+    ) -> tuple[Holding, int]:
+        return self._memory.try_reserve(tokens, write_back=write_back), 0
 
 
 class DeviceTier:
@@ -36,8 +40,10 @@ class DeviceTier:
     def __init__(self, memory: Memory) -> None:
         self._memory = memory
 
-    def reserve(self, tokens: int, root: bytes, hashes: Sequence[bytes]) -> tuple[Holding, int]:
-        holding = self._memory.try_reserve(tokens, hashes=hashes)  # the hashes come from `root`
+    def reserve(
+        self, tokens: int, root: bytes, hashes: Sequence[bytes], *, write_back: bool = False
+    ) -> tuple[Holding, int]:
+        holding = self._memory.try_reserve(tokens, hashes=hashes, write_back=write_back)  # hashes tell roots apart
         return holding, holding.reservation.shared
 
 

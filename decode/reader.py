@@ -118,13 +118,20 @@ class Reader:
         await self._expiry.until(lambda: len(self.table) == 0)
 
     def reserve(
-        self, request_id: str, *, prompt_tokens: int, max_tokens: int, root: bytes, hashes: Sequence[bytes]
+        self,
+        request_id: str,
+        *,
+        prompt_tokens: int,
+        max_tokens: int,
+        root: bytes,
+        hashes: Sequence[bytes],
+        write_back: bool = False,
     ) -> worker_pb2.ReserveReply:
         """Set memory aside, with what this worker still has of the prompt in it.
 
         Raises: Overloaded, RequestTooLarge, Unavailable.
         """
-        holding, num_held = self._held.reserve(prompt_tokens + max_tokens, root, hashes)
+        holding, num_held = self._held.reserve(prompt_tokens + max_tokens, root, hashes, write_back=write_back)
         self._num_reservations += 1
         reservation_id = f"{request_id}.{self._num_reservations}"
         ttl_ms = self._reservation_ttl_ms + TTL_MS_PER_PROMPT_TOKEN * prompt_tokens

@@ -247,7 +247,9 @@ class Kept:
         self.memory: Memory
         self.world: World
 
-    def reserve(self, tokens: int, root: bytes, hashes: Sequence[bytes]) -> tuple[Holding, int]:
+    def reserve(
+        self, tokens: int, root: bytes, hashes: Sequence[bytes], *, write_back: bool = False
+    ) -> tuple[Holding, int]:
         holding = self.memory.try_reserve(tokens)
         if root != ROOT or not hashes:
             return holding, 0
