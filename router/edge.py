@@ -44,12 +44,15 @@ CHANNEL_OPTIONS: Final = (
 
 
 class WorkerLost(Unavailable):
-    """A worker failed under a request. `unreachable`: it was never reached, so it has done nothing for it."""
+    """A worker failed under a request. `unreachable`: it was never reached, so it has done nothing for it;
+    `withdrawn`: decode was told by prefill that there is nothing to adopt, and prefill knows why.
+    """
 
-    def __init__(self, message: str, *workers: Worker, unreachable: bool = False) -> None:
+    def __init__(self, message: str, *workers: Worker, unreachable: bool = False, withdrawn: bool = False) -> None:
         super().__init__(message)
         self.workers = workers
         self.unreachable = unreachable
+        self.withdrawn = withdrawn
 
 
 class NoRoom(ServeError):
@@ -317,7 +320,8 @@ def fault(worker: Worker, error: grpc.aio.AioRpcError) -> ServeError:
         case grpc.StatusCode.DEADLINE_EXCEEDED:
             return DeadlineExceeded("the request's deadline passed")
         case code:
-            return WorkerLost(f"{worker.instance_id} failed: {code.name}: {details}", worker)
+            withdrawn = trailing.get("moonrelay-reason") == "withdrawn"
+            return WorkerLost(f"{worker.instance_id} failed: {code.name}: {details}", worker, withdrawn=withdrawn)
 
 
 def _fail(answer: asyncio.Future[str], error: ServeError) -> None:

@@ -55,7 +55,7 @@ class Handover:
         self.source: asyncio.Future[worker_pb2.AdoptRequest] = asyncio.get_running_loop().create_future()
         self.first_taken = asyncio.Event()  # the client has prefill's token: decode's may follow
         self.complete = False  # prefill has done its part; from now on decode's silence counts
-        self.clock: asyncio.Timeout | None = None  # of decode's silence
+        self.clock: asyncio.Timeout | None = None  # of decode's silence, while its stream is heard
 
     def open(self, **source: Any) -> None:
         """What decode is to adopt; the first word counts."""
@@ -119,6 +119,8 @@ class Legs:
                     decoding.cancel()
         except BaseExceptionGroup as group:
             raise _cause(group) from None
+        if not turn.ended:
+            raise WorkerLost(f"{prefill.instance_id} withdrew its handoff", prefill, decode)
 
     async def _prefill(self, turn: Turn, leg: Leg, handover: Handover, worker: Worker) -> None:
         """Compute the prompt; the first token goes to the client at once."""
@@ -145,10 +147,10 @@ class Legs:
 
         with self._ledger.held(worker, leg.need.computed_tokens(worker)):
             stream = await self._workers.prefill(worker, prefill_request(turn, leg), _left_s(turn))
-            await self._hear_all(turn, stream, hear, asyncio.timeout(self._stall_s))
+            await self._hear_all(turn, stream, hear)
         handover.complete = True
         if handover.clock is not None:
-            handover.clock.reschedule(asyncio.get_running_loop().time() + self._stall_s)
+            _put_off(handover.clock, self._stall_s)
 
     def _note_prefilled(self, turn: Turn, leg: Leg, cache: common_pb2.CacheUsage, seconds: float) -> None:
         turn.served.prefill_seconds = seconds
@@ -183,12 +185,13 @@ class Legs:
 
         stream = await self._workers.adopt(worker, request, _left_s(turn))
         leg.adopting = True
-        handover.clock = asyncio.timeout(self._stall_s if handover.complete else None)
         try:
-            await self._hear_all(turn, stream, hear, handover.clock)
+            await self._hear_all(turn, stream, hear, handover)
         except WorkerLost as lost:
             if leg.adopted:
                 raise
+            if lost.withdrawn:
+                return  # the turn ended with its first token, or prefill's own stream says what went wrong
             raise WorkerLost(str(lost), worker, prefill) from None  # either side may have broken the handoff
 
     async def _generate(self, turn: Turn, leg: Leg, worker: Worker) -> None:
@@ -211,29 +214,34 @@ class Legs:
         request = prefill_request(turn, leg)
         request.write_back = leg.lookup.writeback
         stream = await self._workers.generate(worker, request, _left_s(turn))
-        await self._hear_all(turn, stream, hear, asyncio.timeout(self._stall_s))
+        await self._hear_all(turn, stream, hear)
 
-    async def _hear_all(self, turn: Turn, stream: WorkerStream, hear: Hear, clock: asyncio.Timeout) -> None:
+    async def _hear_all(self, turn: Turn, stream: WorkerStream, hear: Hear, handover: Handover | None = None) -> None:
         """Hear events until the last, or until the turn ends before it, which cancels the work.
 
-        Raises: WorkerLost where the worker falls silent, DeadlineExceeded where the client stops reading.
+        With `handover` silence counts only once prefill has done its part. Raises: WorkerLost where the worker falls
+        silent, DeadlineExceeded where the client stops reading.
         """
         loop = asyncio.get_running_loop()
         heard_s = loop.time()
         whole = False
         try:
-            async with clock:
+            async with asyncio.timeout(None if handover and not handover.complete else self._stall_s) as clock:
+                if handover is not None:
+                    handover.clock = clock
                 while not whole and not turn.ended:
                     whole = await hear(await stream.read())
                     if loop.time() - heard_s > self._stall_s / 8:  # a timer per token would cost more than the token
                         heard_s = loop.time()
-                        clock.reschedule(heard_s + self._stall_s)
+                        _put_off(clock, self._stall_s)
         except TimeoutError:
             if turn.emitting:
                 raise DeadlineExceeded("the client does not read its answer") from None
             silent = f"{stream.worker.instance_id} has been silent for {self._stall_s:g} s"
             raise WorkerLost(silent, stream.worker) from None
         finally:
+            if handover is not None:
+                handover.clock = None
             self._workers.end(stream, whole=whole)
 
     def _settle_cache(self, turn: Turn, lookup: Lookup, cache: common_pb2.CacheUsage) -> None:
@@ -299,6 +307,11 @@ def _cause(group: BaseExceptionGroup) -> BaseException:
         return next(fault for fault in faults if not isinstance(fault, WorkerLost))
     workers = dict.fromkeys(worker for fault in lost for worker in fault.workers)
     return WorkerLost(str(lost[0]), *workers, unreachable=all(fault.unreachable for fault in lost))
+
+
+def _put_off(clock: asyncio.Timeout, seconds: float) -> None:
+    if not clock.expired():  # else its time has come already
+        clock.reschedule(asyncio.get_running_loop().time() + seconds)
 
 
 def _left_s(turn: Turn) -> float:

@@ -104,6 +104,8 @@ class FakeWorker:
     opens: bool = True  # prefill: lets decode follow the handoff from its beginning
     late_first_token: asyncio.Event | None = None
     frozen: bool = False  # answers nothing
+    withdrawn: bool = False  # decode: is told by prefill that there is nothing to adopt
+    late_handoff: asyncio.Event | None = None  # prefill: its last event waits for it
     cache: common_pb2.CacheUsage = field(default_factory=common_pb2.CacheUsage)
 
     def __post_init__(self) -> None:
@@ -218,6 +220,8 @@ class FakePrefill(worker_pb2_grpc.PrefillWorkerServicer):
             await worker.late_first_token.wait()
         first = worker_pb2.FirstToken(token=worker.model.token(ids[0], request.sampling), cache=worker.cache)
         yield worker_pb2.PrefillEvent(first_token=first)
+        if worker.late_handoff is not None:
+            await worker.late_handoff.wait()
         ready = worker_pb2.HandoffReady()
         if len(ids) == 1:
             ready.finish_reason = reason
@@ -262,6 +266,11 @@ class FakeDecode(worker_pb2_grpc.DecodeWorkerServicer):
         sampling = common_pb2.Sampling()
         sampling.CopyFrom(request.sampling)
         sampling.max_tokens -= 1
+        if worker.withdrawn:
+            worker.reservations.discard(request.reservation_id)
+            worker.noted()
+            words = (("moonrelay-code", "handoff_refused"), ("moonrelay-reason", "withdrawn"))
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "withdrawn", words)
         try:
             prompt = await worker.model.handoffs[source.handoff_id]
             ids, reason = worker.model.next_ids(prompt, sampling)

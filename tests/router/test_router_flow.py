@@ -44,6 +44,35 @@ async def test_a_handoff_that_is_complete_at_once_is_adopted_as_well():
         assert c.workers["decode-0"].requests("Adopt")[0].HasField("manifest")
 
 
+@pytest.mark.parametrize("limit", [1, 4])
+@in_loop
+async def test_decode_may_end_before_prefill_says_that_it_has(limit):
+    """Its tokens, its refusal of a handoff that was withdrawn, or its last word come before prefill's last event."""
+    async with cluster() as c:
+        counting(c)
+        prefill, decode = c.workers["prefill-0"], c.workers["decode-0"]
+        prefill.late_handoff = asyncio.Event()
+        decode.withdrawn = limit == 1
+        asking = asyncio.ensure_future(c.post("/v1/completions", completion_request(max_tokens=limit)))
+        await decode.until(lambda: bool(decode.requests("Adopt")) and not decode.reservations)
+        for _ in range(20):
+            await asyncio.sleep(0)
+        prefill.late_handoff.set()
+        status, answer = await asking
+        assert (status, answer["usage"]["completion_tokens"]) == (200, limit)
+        assert len(prefill.requests("Prefill")) == 1
+        await c.idle()
+
+
+@in_loop
+async def test_a_handoff_withdrawn_without_reason_is_a_loss():
+    async with cluster(("prefill", "decode"), retries_max=0, recoveries_max=0, recovery_wait_ms=1) as c:
+        c.workers["decode-0"].withdrawn = True
+        status, answer = await c.post("/v1/completions", completion_request(max_tokens=4))
+        assert (status, answer["error"]["code"]) == (503, "unavailable")
+        await c.idle()
+
+
 @in_loop
 async def test_room_is_asked_for_beside_prefill_and_its_lack_ends_it():
     async with cluster(room_retry_ms=5) as c:
