@@ -55,7 +55,10 @@ class CacheNodeEdge(cache_pb2_grpc.CacheNodeServicer):
         metrics.watch(core.stats)
 
     async def Publish(self, request: cache_pb2.PublishRequest, context: Any) -> cache_pb2.PublishReply:
-        return await self._answer(context, "publish", self._intake.publish(request, context.time_remaining()))
+        reply = await self._answer(context, "publish", self._intake.publish(request, context.time_remaining()))
+        if self._disk is not None:
+            self._disk.wake()
+        return reply
 
     async def Lease(self, request: cache_pb2.LeaseRequest, context: Any) -> cache_pb2.LeaseReply:
         return await self._answer(context, "lease", self._lease(request, context.time_remaining()))

@@ -167,7 +167,7 @@ def test_a_node_without_redis_serves_what_it_has_says_so_and_is_found_again(tmp_
                 prompts = [prompt(root, (token, 5)) for token in range(20)]
                 for mine in prompts:
                     await stored(worker, member, mine)
-                await shown(node, 'tier_snapshots{tier="disk"} 20.0', "disk_waiting_entries 0.0")
+                    await shown(node, "disk_waiting_entries 0.0", "disk_writing_entries 0.0")
                 matches = [await worker.match(mine) for mine in prompts]
                 assert await health(member.grpc_address, INDEX_SERVICE) == states.SERVING
 
