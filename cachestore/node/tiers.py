@@ -241,8 +241,8 @@ class DiskTier:
             await self._make_room(nbytes)
         except ServeError as error:
             logger.warning("no room is made on disk", extra={"reason": str(error)})
-        if not self._core.begin_write(key, nbytes):
-            return False
+        if self._core.entry(key) is not entry or not self._core.begin_write(key, nbytes):
+            return False  # it left while room was made, and may have come back to another place
         body = [self._view(region.offset, region.length) for region in entry.regions]
         try:
             await self._in_writer(files.write, header, body)

@@ -309,3 +309,32 @@ def test_a_lease_that_the_disk_cannot_serve_in_time_is_told_at_once_and_the_next
             core.check()
 
     asyncio.run(run())
+
+
+def test_an_entry_that_left_and_came_back_while_room_was_made_is_not_written_from_its_old_place(
+    valkey: LocalValkey, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def run() -> None:
+        async with local_world(valkey.url, 2 * BUNDLE_BYTES, tmp_path, DISK_BYTES) as world:
+            core, disk = world.node.core, world.node.disk
+            await until(lambda: disk.state == "ready")
+            mine, filler = (prompt(fresh_root(), (token, 4)) for token in (1, 2))
+            moved = []
+
+            async def leave_and_return(nbytes: int) -> None:
+                if not moved:
+                    moved.append(nbytes)
+                    await world.node.intake.index.withdraw(core.victims(1 << 40, now_ms=0))
+                    for each in (filler, mine):  # the filler takes the old place
+                        await world.worker.publish(world.member, each, range(4), (4,))
+
+            monkeypatch.setattr(disk, "_make_room", leave_and_return)
+            await world.worker.publish(world.member, mine, range(4), (4,))
+            await settled(world)
+            assert moved and metric(world, "disk_refused_entries_total") == 0
+            assert await fetched(world, mine) == await fetched(world, filler) == 4 * 64
+            await until(lambda: not core.stats().num_leases)
+            await settled(world)
+            assert len(files_in(tmp_path)) == 10
+
+    asyncio.run(run())
