@@ -103,7 +103,7 @@ def no_quiet_time() -> Iterator[None]:
         yield
 
 
-@planted("reuse_under_reader")
+@planted("reuse_under_reader", fault=Fault(kind="stuck_reads", phase="publish_pulling", lasts_ms=1_500))
 @contextmanager
 def quarantine_forgotten() -> Iterator[None]:
     """A node frees landing memory while its own late read may still write there."""
@@ -115,6 +115,14 @@ def quarantine_forgotten() -> Iterator[None]:
         return number
 
     with patched(NodeCore, "quarantine", quarantine), patched(NodeCore, "release_quarantine", lambda *_: None):
+        yield
+
+
+@planted("reuse_under_reader", "immutable", "core")
+@contextmanager
+def file_memory_not_held() -> Iterator[None]:
+    """Memory is given away while a file is being written from it."""
+    with patched(NodeCore, "hold", lambda *_: []), patched(NodeCore, "let_go", lambda *_: None):
         yield
 
 
@@ -130,7 +138,7 @@ def lease_fence_ignored() -> Iterator[None]:
         yield
 
 
-@planted("orphans", "core")
+@planted("orphans", "reuse_under_reader", "core")
 @contextmanager
 def parents_go_first() -> Iterator[None]:
     """Eviction takes a block that others rest on."""
@@ -262,7 +270,7 @@ def handoff_freed_at_lease_end() -> Iterator[None]:
         yield
 
 
-@planted("stale_fence")
+@planted("stale_fence", fault=Fault(kind="replayed_acks", phase="handed_off", lasts_ms=8))
 @contextmanager
 def handoff_fence_ignored() -> Iterator[None]:
     """An acknowledgement with any fence frees a handoff."""
@@ -276,7 +284,7 @@ def handoff_fence_ignored() -> Iterator[None]:
         yield
 
 
-@planted("reuse_under_reader")
+@planted("reuse_under_reader", fault=Fault(kind="stuck_reads", phase="pulling", lasts_ms=1_500))
 @contextmanager
 def landing_not_quarantined() -> Iterator[None]:
     """A reader past its deadline gives its landing memory away at once."""

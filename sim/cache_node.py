@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,7 @@ from cachestore.lookup import Tier
 from cachestore.node.books import Region
 from cachestore.node.core import NodeCore
 from cachestore.node.naming import index_entries
-from cachestore.node.states import VISIBLE
+from cachestore.node.states import ON_DISK, VISIBLE
 from moonrelay.errors import DeadlineExceeded, Overloaded, RequestTooLarge, ServeError, Unavailable
 from sim.adapters import LONGEST_TRANSFER_MS
 from sim.memory import CELL_BYTES, Pool, Span, Transfer
@@ -95,6 +95,8 @@ class CacheNode(Member):
         self.pools = {"arena": self.arena}
         self.restored = 0  # entries that were to go and could not
         self._indexing = Lock()
+        self._untold: dict[bytes, dict[Key, None]] = {}
+        self._telling = False
         self._fences: dict[str, int] = {}  # the truth of what was granted, for the checker
 
     def boot(self) -> None:
@@ -123,16 +125,25 @@ class CacheNode(Member):
 
     def _make_room(self, offers: Sequence[Offer]) -> Steps:
         protect = [key for offer in offers for key in (offer.key, offer.parent) if key is not None]
+        yield from self._room(lambda: self.core.missing_bytes(offers), protect)
+
+    def _room(self, missing: Callable[[], int], protect: Sequence[Key]) -> Steps:
+        """Let go of what `missing()` says is lacking. Raises: RequestTooLarge, Unavailable."""
         for _ in range(ROOM_TRIES):
-            missing = self.core.missing_bytes(offers)
+            wanted = missing()
+            if not wanted:
+                return
             stats = self.core.stats()
-            if missing > stats.capacity_bytes - stats.free_bytes:
-                raise RequestTooLarge("the offer is larger than the node")
-            victims = self.core.victims(missing, self.now_ms(), protect) if missing else []
+            if wanted > stats.capacity_bytes - stats.free_bytes:
+                raise RequestTooLarge("more is needed than the node has")
+            victims = self.victims(wanted, protect)
             if not victims:
                 return
             self.world.checkers.evicted(self, victims, protect)
             yield from self._evict(victims)
+
+    def victims(self, wanted: int, protect: Sequence[Key]) -> list[Key]:
+        return self.core.victims(wanted, self.now_ms(), protect)
 
     def _evict(self, victims: Sequence[Key]) -> Steps:
         by_root: dict[bytes, list[Key]] = {}
@@ -173,6 +184,7 @@ class CacheNode(Member):
                 self.core.commit(key, self._regions(key))
                 self.arena.freeze(cells, "a stored entry")
             committed = True
+            self.committed()
         finally:
             if not committed:
                 self._give_up(list(new), transfer)
@@ -191,21 +203,47 @@ class CacheNode(Member):
         transfer.ended.callbacks.append(lambda _: self.world.soon(self, self.core.release_quarantine, number))
 
     def _write_index(self, root: bytes, keys: Sequence[Key]) -> Steps:
+        """Make the index name those of `keys` that are here, and no others."""
         yield from self._indexing.acquire()
         try:
             entries = index_entries(keys, self._visible)
             for key in keys:
                 if (key.kind, key.prefix_hash) in entries and self.core.regions(key):
                     self.world.checkers.named(key, self.arena.read(self._cells(key)))
+            gone = [name for key in keys if (name := (key.kind, key.prefix_hash)) not in entries]
+            if gone:
+                yield from self.index("remove", root, self, gone)
             if entries:
                 yield from self.index("write", root, self, entries)
         finally:
             self._indexing.release()
 
+    def note(self, keys: Iterable[Key]) -> None:
+        """These changed: the index is told soon, or when it can be."""
+        for key in keys:
+            self._untold.setdefault(key.root, {})[key] = None
+        if self._untold and not self._telling:
+            self._telling = True
+            self.spawn(self._tell_index(), "tell")
+
+    def _tell_index(self) -> Steps:
+        try:
+            while self._untold:
+                root = next(iter(self._untold))
+                keys = self._untold[root]
+                yield from self._write_index(root, list(keys))
+                if self._untold.get(root) is keys:
+                    del self._untold[root]
+        except AWAY:
+            self.world.counts["index_not_told"] += 1  # again when it is next renewed
+        finally:
+            self._telling = False
+
     def _visible(self, key: Key) -> tuple[Offer, Tier] | None:
         """What the index may say of an entry of ours."""
-        entry = self.core._entries.get(key)
-        return (entry.offer, "host") if entry is not None and entry.state in VISIBLE else None
+        entry = self.core.entry(key)
+        tier: Tier = "disk" if entry is not None and entry.state in ON_DISK else "host"
+        return (entry.offer, tier) if entry is not None and entry.state in VISIBLE else None
 
     @property
     def instance_id(self) -> str:
@@ -213,9 +251,10 @@ class CacheNode(Member):
 
     # Leases.
 
-    def rpc_lease(self, request: AskLease) -> Leased:
+    def rpc_lease(self, request: AskLease) -> Steps:
         """All or none. Raises: StaleEpoch, NotHere, Overloaded."""
         expect_epoch(request.epoch, self)
+        yield from self.ensure(request.keys)
         for key in request.keys:
             if not self.core.regions(key):
                 raise NotHere(f"a {key.kind} is not here")
@@ -231,6 +270,13 @@ class CacheNode(Member):
         self.world.phase("leased", self)
         spans = tuple(tuple(_span(region) for region in self.core.regions(key)) for key in request.keys)
         return Leased(lease.id, lease.fence, lease.ttl_ms, spans)
+
+    def ensure(self, keys: Sequence[Key]) -> Steps:
+        """What is not in memory comes there. A node without a disk has nothing elsewhere."""
+        yield from ()
+
+    def committed(self) -> None:
+        """There are new entries."""
 
     def _deepest(self, keys: Sequence[Key]) -> list[Key]:
         """Each chain's last block, and the snapshot: what others rest on never goes."""
@@ -286,6 +332,7 @@ class CacheNode(Member):
                     yield from self._write_index(root, keys)
         except AWAY:
             return
+        self.note(())
 
     def check(self) -> None:
         self.world.counts["check:books"] += 1
@@ -298,6 +345,8 @@ class CacheNode(Member):
         held = stats.num_blocks + stats.num_snapshots + stats.num_hidden
         if stats.num_hidden or stats.num_leases or stats.quarantined_bytes:
             raise Violation("books", f"{self.name} is idle with {stats}")
+        if self._untold and not self.stopped:
+            raise Violation("books", f"{self.name} has not told the index of {len(self._untold)} roots")
         if not held and stats.free_bytes != stats.capacity_bytes:
             raise Violation("books", f"{self.name} is empty with {stats}")
 

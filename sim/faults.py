@@ -23,10 +23,26 @@ PHASES: Final = (
     "publishing",
     "publish_pulling",
     "evicting",
+    "writing_back",
+    "writing_file",
+    "promoting",
+    "followed",
 )
 ROLES: Final = ("router", "prefill", "decode", "cachestore", "redis")
 STRIKES: Final = ("kill", "stop", "cut")  # at a process
-STORMS: Final = ("lossy", "doubled", "slow", "stuck_reads", "flips", "model", "replayed_acks", "flush", "lost_keys")
+STORMS: Final = (
+    "lossy",
+    "doubled",
+    "slow",
+    "stuck_reads",
+    "flips",
+    "model",
+    "replayed_acks",
+    "flush",
+    "lost_keys",
+    "disk",
+    "bit_rot",
+)
 REPLAYS: Final = 8
 KINDS: Final = (*STRIKES, *STORMS)
 
@@ -83,7 +99,7 @@ class Faults:
         network: Network = world.network
         network.weather = Weather()
         network.cut.clear()
-        world.stuck = world.flip = world.model_faults = 0.0
+        world.stuck = world.flip = world.model_faults = world.disk_faults = 0.0
         for name, process in list(world.processes.items()):
             if not process.alive:
                 self._restart(name)
@@ -184,6 +200,17 @@ class Faults:
     def _model(self, lasts_ms: float) -> None:
         self.world.model_faults = 0.3
         self._later(lasts_ms, setattr, self.world, "model_faults", 0.0)
+
+    def _disk(self, lasts_ms: float) -> None:
+        self.world.disk_faults = 0.5
+        self._later(lasts_ms, setattr, self.world, "disk_faults", 0.0)
+
+    def _bit_rot(self, lasts_ms: float) -> None:
+        """Some files at rest are altered."""
+        for files in self.world.files.values():
+            for file in files.values():
+                if self.world.rng.random() < 0.5:
+                    file.values = [value ^ 1 for value in file.values]
 
     def _replayed_acks(self, lasts_ms: float) -> None:
         """Releases from the past come again and again, some with fences that were never theirs."""

@@ -14,6 +14,7 @@ from sim.cache_node import CacheNode
 from sim.checkers import Checkers
 from sim.clients import Clients, Conversation, TurnPlan, ids_of
 from sim.decode import Decode
+from sim.disk_node import DiskNode
 from sim.faults import Fault, Faults, draw
 from sim.network import Network
 from sim.prefill import Prefill
@@ -37,6 +38,7 @@ class Cluster:
     nodes: int
     pools: PoolSizes
     node_cells: int
+    disk_cells: int  # 0: no disk tier
     transport: str
 
 
@@ -77,6 +79,7 @@ def scenario(seed: int) -> Scenario:
             writeback=rng.choice(("on", "off", "adaptive")),
         ),
         node_cells=rng.randint(14, 36) if tight else 240,
+        disk_cells=rng.choice((0, 0, 30, 90)),
         transport=rng.choice(("rdma", "cma", "tcp")),
     )
     faults = draw(rng, rng.choice((0, 1, 1, 2, 3, 4)), PHASE_ONE_MS * 0.7)
@@ -146,6 +149,7 @@ def calm(seed: int, rng: random.Random) -> Scenario:
         nodes=rng.randint(1, 2),
         pools=PoolSizes(num_blocks=80, num_slots=24, kept_share=rng.choice((0.0, 0.5)), writeback="on"),
         node_cells=400,
+        disk_cells=0,
         transport="rdma",
     )
     return Scenario(seed=seed, cluster=cluster, conversations=tuple(made), faults=(), calm=True)
@@ -202,7 +206,9 @@ def maker(world: World, cluster: Cluster) -> Any:
             case "redis":
                 return Redis(world, name)
             case "node":
-                return CacheNode(world, name, cluster.node_cells)
+                if not cluster.disk_cells:
+                    return CacheNode(world, name, cluster.node_cells)
+                return DiskNode(world, name, cluster.node_cells, cluster.disk_cells)
             case "prefill":
                 return Prefill(world, name, cluster.pools)
             case "decode":

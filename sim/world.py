@@ -200,7 +200,8 @@ class World:
         self.network: Any = None
         self.transport = "rdma"  # how reads move: rdma, cma (the reader's thread copies), tcp (both sides run)
         self.stuck = self.flip = 0.0  # probabilities: a read hangs for long; a cell arrives altered
-        self.model_faults = 0.0  # per step
+        self.model_faults = self.disk_faults = 0.0  # per step; per file written
+        self.files: dict[str, Any] = {}  # what outlives a process, by its name
         self.checkers: Any = None
         self.acks: list[tuple[str, str, Any]] = []  # releases that were sent, for whoever replays them
         self._queue: list[tuple[float, int, Process | None, Callable[..., None], tuple[Any, ...]]] = []
