@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -109,16 +109,30 @@ class Legs:
         leg.reservation_id = await self._workers.reserve(worker, request)
 
     async def _both(self, turn: Turn, leg: Leg, prefill: Worker, decode: Worker) -> None:
-        """Prefill and decode side by side: decode follows the handoff from the moment it is opened."""
+        """Prefill and decode side by side: decode follows the handoff from the moment it is opened.
+
+        Not a TaskGroup: before Python 3.12 one whose task fails while it is being left marks its own task as
+        cancelled for ever, and one that has failed swallows a cancellation from outside.
+        """
         handover = Handover()
+        loop = asyncio.get_running_loop()
+        decoding = loop.create_task(self._decode(turn, leg, handover, prefill, decode))
+
+        async def begin() -> None:
+            await self._prefill(turn, leg, handover, prefill)
+            if turn.ended:
+                decoding.cancel()
+
+        both = (loop.create_task(begin()), decoding)
         try:
-            async with asyncio.TaskGroup() as both:
-                decoding = both.create_task(self._decode(turn, leg, handover, prefill, decode))
-                await self._prefill(turn, leg, handover, prefill)
-                if turn.ended:
-                    decoding.cancel()
-        except BaseExceptionGroup as group:
-            raise _cause(group) from None
+            await asyncio.wait(both, return_when=asyncio.FIRST_EXCEPTION)
+        finally:
+            for task in both:
+                task.cancel()
+            await asyncio.wait(both)  # each gives back what it holds
+        faults = [fault for task in both if not task.cancelled() and (fault := task.exception()) is not None]
+        if faults:
+            raise _cause(faults)
         if not turn.ended:
             raise WorkerLost(f"{prefill.instance_id} withdrew its handoff", prefill, decode)
 
@@ -299,9 +313,8 @@ def turn_writeback(turn: Turn, lookup: Lookup) -> worker_pb2.TurnWriteback:
     )
 
 
-def _cause(group: BaseExceptionGroup) -> BaseException:
+def _cause(faults: Sequence[BaseException]) -> BaseException:
     """The one fault that an attempt ends with. Losses are one loss of all workers that were lost."""
-    faults = group.exceptions
     lost = [fault for fault in faults if isinstance(fault, WorkerLost)]
     if len(lost) < len(faults):
         return next(fault for fault in faults if not isinstance(fault, WorkerLost))

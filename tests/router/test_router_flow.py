@@ -64,6 +64,51 @@ async def test_decode_may_end_before_prefill_says_that_it_has(limit):
         await c.idle()
 
 
+@pytest.mark.parametrize("fails", ["before prefill's last event", "after it"])
+@in_loop
+async def test_decode_that_fails_leaves_the_request_alive(fails):
+    """The attempt's end must not look like the request's own cancellation to what the next attempt awaits."""
+    async with cluster(("prefill", "decode", "decode")) as c:
+        counting(c)
+        cancelling = []
+        match = c.index.match
+
+        async def asked(*args):
+            cancelling.append(asyncio.current_task().cancelling())
+            return await match(*args)
+
+        c.index.match = asked
+        prefill, decode = c.workers["prefill-0"], c.workers["decode-0"]
+        decode.hold_after = 2
+        if fails != "after it":
+            prefill.late_handoff = asyncio.Event()
+        asking = asyncio.ensure_future(c.stream("/v1/completions", completion_request()))
+        await decode.holding.wait()
+        for _ in range(20):
+            await asyncio.sleep(0)
+        await decode.die()
+        if prefill.late_handoff is not None:
+            prefill.late_handoff.set()
+        assert text_of(await asking) == WHAT
+        assert cancelling == [0, 0]
+        await c.idle()
+
+
+@in_loop
+async def test_a_client_that_leaves_as_an_attempt_fails_is_gone():
+    async with cluster(("prefill", "decode", "decode")) as c:
+        counting(c)
+        decode = c.workers["decode-0"]
+        decode.hold_after = 2
+        asking = asyncio.ensure_future(c.post("/v1/completions", completion_request()))
+        await decode.holding.wait()
+        dying = asyncio.ensure_future(decode.die())
+        asking.cancel()
+        await c.idle()
+        await dying
+        assert not c.workers["decode-1"].reservations and asking.cancelled()
+
+
 @in_loop
 async def test_a_handoff_withdrawn_without_reason_is_a_loss():
     async with cluster(("prefill", "decode"), retries_max=0, recoveries_max=0, recovery_wait_ms=1) as c:
