@@ -28,6 +28,7 @@ from cachestore.node.edge import CacheNodeEdge
 from cachestore.node.intake import ARENA_POOL, Identity, Intake
 from cachestore.node.metrics import NodeMetrics
 from cachestore.node.replication import Replication
+from cachestore.node.states import WITH_FILE, State
 from cachestore.node.tiers import DiskTier, Pace
 from cachestore.transports import Landing, MemoryFabric, Slice, TransportSet
 from moonrelay.membership import Load, Member, Membership
@@ -144,6 +145,7 @@ class LocalNode:
         self, name: str, epoch: int, fabric: MemoryFabric, redis, dram_bytes: int, disk: Path | None = None,
         disk_bytes: int = 0, others: Listed | None = None, replicate_after: int = 0,
     ) -> None:  # fmt: skip
+        self.directory = disk
         self.identity = Identity(instance_id=name, epoch=epoch)
         self.arena = Arena(dram_bytes)
         self.core = NodeCore(dram_bytes, longest_transfer_ms=50, disk_bytes=disk_bytes)
@@ -189,8 +191,21 @@ class LocalNode:
             assert result is None or isinstance(result, asyncio.CancelledError), result
         await self.client.close()
         await self.disk.close()
+        self.check_files()
         self.core.check()
         assert not self.bugs
+
+    def check_files(self) -> None:
+        """The directory holds what the books say, and at most what was being written or deleted as well."""
+        if self.directory is None or self.disk.state != "ready":
+            return
+        states = {key: self.core.entry(key).state for key in self.core.visible()}
+        names = {f"{key.root.hex()}/{key.prefix_hash.hex()}.{key.kind}": state for key, state in states.items()}
+        there = {str(path.relative_to(self.directory)) for path in self.directory.glob("*/*")}
+        assert {name for name, state in names.items() if state in WITH_FILE - {State.WRITING}} <= there
+        stats = self.core.stats().disk
+        extra = there - {name for name, state in names.items() if state in WITH_FILE}
+        assert stats.num_writing or stats.deleting_bytes or not extra, extra
 
 
 @dataclass
