@@ -68,6 +68,14 @@ class Bundles:
     def slots(self) -> Iterable[int]:
         return self._slots.keys()
 
+    @property
+    def num_blocks(self) -> int:
+        return len(self._kept)
+
+    @property
+    def num_slots(self) -> int:
+        return len(self._slots)
+
     def find(self, hashes: Sequence[bytes], *, state: bool) -> Found | None:
         """The deepest of a prompt's blocks here; with `state` the deepest that has a snapshot. Uses what it finds."""
         path = self._path(hashes)

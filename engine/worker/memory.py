@@ -297,7 +297,7 @@ class Memory:
         """Keep nothing any more."""
         self._give_up(
             self.bundles.evict(
-                blocks=len(list(self.bundles.blocks)), slots=0, free_block=lambda _: True, free_slot=lambda _: True
+                blocks=self.bundles.num_blocks, slots=0, free_block=lambda _: True, free_slot=lambda _: True
             )
         )
 
@@ -330,8 +330,9 @@ class Memory:
 
     def _reserve(self, want: Want, found: Found | None) -> Reservation:
         shared = found.blocks if found is not None else ()
-        if want.snapshots:
-            self._make_room(want, found, want.snapshots)
+        copies = want.snapshots + (want.write_back and not self._second_slot)
+        if copies:  # the engine takes slots for them later and on its own thread, where nothing is given up
+            self._make_room(want, found, copies)
         while True:
             try:
                 return self._engine.reserve(want.tokens, shared=shared, write_back=want.write_back)

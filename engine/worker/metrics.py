@@ -59,6 +59,10 @@ class WorkerMetrics:
         self.step_seconds = self.histogram("step_seconds", "One engine step", FINE_SECONDS)
         self.failed = self.counter("sequences_failed", "Sequences ended by a fault of the model")
         self.quarantined_bytes = self.gauge("quarantined_bytes", "Memory that a late read of ours may still write")
+        self.kept_blocks = self.gauge(
+            "kept_blocks", "Row blocks that finished prompts and turns keep: the device tier"
+        )
+        self.kept_slots = self.gauge("kept_state_slots", "State slots that their snapshots keep")
         self.leaked_blocks = self.gauge("leaked_blocks", "Row blocks that nobody holds and that are not free: a bug")
         self.leaked_slots = self.gauge(
             "leaked_state_slots", "State slots that nobody holds and that are not free: a bug"

@@ -264,6 +264,8 @@ class Process:
             worker.membership.update(load=_load(worker))
             idle = service.check() == 0
             leaked_blocks, leaked_slots = worker.memory.leaked()
+            worker.metrics.kept_blocks.set(worker.memory.bundles.num_blocks)
+            worker.metrics.kept_slots.set(worker.memory.bundles.num_slots)
             worker.metrics.leaked_blocks.set(leaked_blocks)
             worker.metrics.leaked_slots.set(leaked_slots)
             if idle and not self._was_idle:

@@ -48,7 +48,8 @@ class PromptRun:
         self.prompt, self.holding, self.restored = prompt, holding, restored.usage
         self.began_s = time.monotonic()
         self.turn = runner.turn(prompt.request_id, holding, prompt.turn)
-        for index, xxh3 in enumerate(restored.xxh3):
+        for index in range(restored.usage.cached_tokens // runner.block_tokens):
+            xxh3 = restored.xxh3[index] if index < len(restored.xxh3) else None
             if xxh3 is not None:
                 self.turn.sums.know(index, xxh3)
         self._runner = runner
@@ -220,11 +221,26 @@ class PromptRunner:
                 self.quarantine(holding, landing.ended())
             if pending or restored is None:
                 holding.drop()
-        if pending:
-            return await self.memory.reserve(replace(want, hashes=()), deadline_s), Restored(usage=restored.usage)
-        if restored.usage.cached_tokens and not self.form.exact:
+        if pending or not restored.usage.cached_tokens:
+            return await self._fall_back(None if pending else holding, want, restored.usage, deadline_s)
+        if not self.form.exact:
             await self._beside(holding, lambda: self.form.decode(holding.reservation.slot))
         return holding, Restored(usage=restored.usage, xxh3=restored.xxh3)
+
+    async def _fall_back(
+        self, holding: Holding | None, want: Want, failed: common_pb2.CacheUsage, deadline_s: float
+    ) -> tuple[Holding, Restored]:
+        """A hit that could not be fetched: what is kept here, however shallow, or else nothing, and why."""
+        if holding is not None and not self.memory.bundles.depth(want.hashes):
+            return holding, Restored(usage=failed)
+        if holding is not None:
+            holding.drop()  # a shared beginning cannot be put into a reservation that has its own
+        holding = await self.memory.reserve(replace(want, blocks_min=1), deadline_s)
+        if holding.found is None:
+            return holding, Restored(usage=failed)
+        taken = await self._take(holding, holding.found)
+        taken.usage.miss_reason = failed.miss_reason
+        return holding, taken
 
     async def _take(self, holding: Holding, found: Found) -> Restored:
         """A bundle kept here: its rows are shared as they are, its snapshot is copied to the sequence's own slot."""

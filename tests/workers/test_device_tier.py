@@ -9,12 +9,14 @@ import pytest
 from decode.held import DeviceTier
 from engine.api import SamplingParams, SequenceSpec
 from engine.worker.memory import ROWS_POOL, Memory, Want
+from engine.worker.timing import Timing
 from moonrelay.errors import InvariantError, Overloaded
 from moonrelay.prefix import prefix_hashes
-from moonrelay.stubs.v1 import worker_pb2
+from moonrelay.stubs.v1 import common_pb2, worker_pb2
 from tests.workers.cached import cached_world, continued, prompt_of, roots
 from tests.workers.world import ROOT, World, prefill_request, tokens_of, until
 
+SHORT = Timing(transfer_floor_ms=400, transfer_min_bytes_per_s=1_000_000_000, lease_floor_ms=800)
 HALF = {"kept_share": 0.5, "num_blocks": 64, "num_slots": 16}
 
 
@@ -70,6 +72,28 @@ def test_the_deeper_of_the_workers_own_and_the_nodes_is_taken(valkey, make_engin
             equal, same = await continued(world, prefill_request(prompt, root=root, hit=hit))
             assert (equal.cache.cached_host, equal.cache.cached_device) == (0, 64)
             assert tokens == same == await world.aggregated(prompt)
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("fault", ["gone", "stalled"])
+def test_a_hit_that_cannot_be_fetched_falls_back_to_what_is_kept_here(valkey, make_engine, backend, fault):
+    async def scenario():
+        async with cached_world(valkey, make_engine, backend, timing=SHORT, **HALF) as (world, node):
+            prompt, root = prompt_of(200), next(roots)
+            whole = prefill_request(prompt, root=root, snapshot_at=(192,), store=True)
+            cold = await tokens_of(world.decode_stub.Generate(whole))
+            short = prefill_request(prompt[:100], root=root, snapshot_at=(64,), store=True)
+            await release(world, (await world.prefilled(short)).manifest)
+            await settled(world)
+            hit = (await node.match(prompt, root)).hit()
+            assert hit.tokens == 192
+            (world.fabric.kill if fault == "gone" else world.fabric.stop)("cachestore-0")
+            ready, tokens = await continued(world, prefill_request(prompt, root=root, hit=hit))
+            assert (ready.cache.cached_tokens, ready.cache.cached_device) == (64, 64)
+            assert ready.cache.miss_reason == common_pb2.MISS_REASON_TIER_ERROR
+            assert tokens == cold
+            world.fabric.resume("cachestore-0")
 
     asyncio.run(scenario())
 
