@@ -161,7 +161,7 @@ def assert_whole(match: Match, prompt_tokens: int) -> None:
 
 def operations() -> st.SearchStrategy:
     """Lists of (what, node, chain, numbers)."""
-    what = st.sampled_from(["write"] * 6 + ["evict"] * 3 + ["drop_cut"] * 2 + ["kill", "hole", "forget"])
+    what = st.sampled_from(["write"] * 6 + ["evict"] * 3 + ["drop_cut", "kill"] * 2 + ["hole", "forget"])
     numbers = st.tuples(st.integers(0, DEPTH), st.integers(0, DEPTH), st.lists(st.integers(1, DEPTH), max_size=3))
     return st.lists(
         st.tuples(what, st.integers(0, 2), st.sampled_from("abc"), numbers, st.sampled_from(["host", "disk"])),

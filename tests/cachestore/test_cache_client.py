@@ -122,14 +122,14 @@ def test_what_left_between_lookup_and_lease_costs_only_its_part(valkey: LocalVal
     run(valkey.url, check)
 
 
-@pytest.mark.parametrize(("kind", "depth", "tokens", "pulled"), [
-    ("snapshot", 8, 320, STATE_BYTES),  # every block landed and agreed: only another state is brought
-    ("block", 6, 320, STATE_BYTES),
-    ("block", 4, 192, STATE_BYTES),  # the first alternative needs the bad block too, and is not tried
-    ("block", 0, 0, 0),
+@pytest.mark.parametrize(("kind", "depth", "tokens", "pulled", "leases"), [
+    ("snapshot", 8, 320, STATE_BYTES, 2),  # every block landed and agreed: only another state is brought
+    ("block", 6, 320, STATE_BYTES, 2),
+    ("block", 4, 192, STATE_BYTES, 2),  # the first alternative needs the bad block too, and is not tried
+    ("block", 0, 0, 0, 1),
 ])  # fmt: skip
 def test_bytes_that_do_not_agree_cost_only_what_needs_them(
-    valkey: LocalValkey, kind: str, depth: int, tokens: int, pulled: int
+    valkey: LocalValkey, kind: str, depth: int, tokens: int, pulled: int, leases: int
 ) -> None:
     async def check(two: Two) -> None:
         await two.publish("a", range(8), (3, 5, 8))
@@ -137,6 +137,7 @@ def test_bytes_that_do_not_agree_cost_only_what_needs_them(
         two.spoil("a", kind, depth)
         report = await two.fetch(match)
         assert (report.tokens, report.miss_reason, report.bytes) == (tokens, "tier_error", pulled)
+        assert two.nodes["a"].metrics.leases_granted._value.get() == leases
 
     run(valkey.url, check)
 
@@ -296,6 +297,7 @@ def test_a_hit_that_makes_no_sense_is_a_miss(hit: CacheHit) -> None:
 REGIONS = st.lists(st.tuples(*[st.integers(0, 2**64 - 1)] * 3), min_size=1, max_size=3)
 
 
+@settings(max_examples=40, deadline=None)
 @given(entries=st.lists(REGIONS, max_size=6), on_disk=st.sets(st.integers(0, 5)))
 def test_packed_spans_come_back_as_they_were(entries, on_disk) -> None:
     packed = b"".join(pack_entry(7, regions) for regions in entries)

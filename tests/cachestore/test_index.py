@@ -164,6 +164,60 @@ def test_every_lost_token_has_a_reason(valkey: LocalValkey) -> None:
     with_both(valkey.url, check)
 
 
+def test_a_snapshot_that_died_or_was_evicted_is_named_up_to_its_depth(valkey: LocalValkey) -> None:
+    """The deeper of the two would have served; what lies beyond both had no snapshot."""
+
+    async def check(both: Both) -> None:
+        live, dead, hashes = Life("a", 7), Life("b", 6), chain("a")
+        await both.write(live, entries(hashes, range(9), (1, 4)))
+        await both.write(dead, entries(hashes, range(9), (6,)))
+        await both.remove(live, [("snapshot", hashes[3])])
+        lost = (await both.match(hashes, 641, [live])).lost
+        assert lost == (("stale_index", 5 * 64), ("no_snapshot", 3 * 64), ("cold", 64), ("remainder", 1))
+        await both.write(live, entries(hashes, (), (8,)))
+        await both.remove(live, [("snapshot", hashes[7])])
+        lost = (await both.match(hashes, 641, [live])).lost
+        assert lost == (("snapshot_evicted", 7 * 64), ("no_snapshot", 64), ("cold", 64), ("remainder", 1))
+
+    with_both(valkey.url, check)
+
+
+def test_runs_of_several_nodes_are_joined_where_each_begins(valkey: LocalValkey) -> None:
+    async def check(both: Both) -> None:
+        x, y, hashes = Life("x", 1), Life("y", 1), chain("a")
+        for first, end in ((0, 1), (2, 5), (7, 9)):
+            await both.write(x, entries(hashes, range(first, end), first=first))
+        await both.write(y, entries(hashes, range(1, 3), first=1))
+        await both.write(y, entries(hashes, range(4, 7), (6,), first=4))
+        match = await both.match(hashes, 641, [x, y])
+        assert [(r.node_id, r.first, r.end) for r in match.runs] == [
+            ("x", 0, 1),
+            ("y", 1, 3),
+            ("x", 3, 5),
+            ("y", 5, 6),
+        ]
+        assert (match.tokens, match.matchable_tokens) == (6 * 64, 9 * 64)
+        alone = await both.match(hashes, 641, [x])
+        assert alone.matchable_tokens == 64 and alone.seen_tokens == 9 * 64
+
+    with_both(valkey.url, check)
+
+
+def test_a_block_that_had_a_child_is_a_fork_however_it_is_written_again(valkey: LocalValkey) -> None:
+    async def check(both: Both) -> None:
+        node, stored, asked = Life("n", 1), chain("a"), chain("b")  # they part after four blocks
+        await both.write(node, entries(stored, range(6)))
+        await both.write(node, entries(stored, range(4)))  # a publish of what is known
+        assert (await both.match(asked, 640, [node])).lost[1] == ("diverged", 5 * 64)
+        await both.remove(node, [("block", h) for h in stored[5:3:-1]])
+        assert (await both.match(asked, 640, [node])).lost[1] == ("diverged", 5 * 64)
+        await both.remove(node, [("block", stored[3])])
+        lost = (await both.match(asked, 640, [node])).lost
+        assert lost[1:3] == (("block_evicted", 64), ("diverged", 5 * 64))
+
+    with_both(valkey.url, check)
+
+
 FINGERPRINT = Fingerprint(
     model="k3-nano", weights_revision="1", tokenizer_revision="t", row_dtype="fp32", snapshot_dtype="fp32",
     layout_version="1", numerics_version="n", block_tokens=BLOCK_TOKENS,
