@@ -63,6 +63,7 @@ class DiskTier:
         self._writer = ThreadPoolExecutor(1, "disk-writer")
         self._readers = ThreadPoolExecutor(READERS, "disk-reader")
         self._promoting: dict[Key, asyncio.Task[None]] = {}
+        self._slots = asyncio.Semaphore(READERS)
         self._bytes_per_s = 0.0  # of promotions; 0: not known yet
         self._wake, self._written_out = asyncio.Event(), asyncio.Event()
         self._counts = ScanCounts()
@@ -184,8 +185,11 @@ class DiskTier:
         def still() -> list[Key]:
             return [k for k in wanted if (e := self._core.entry(k)) is not None and e.state is State.DISK]
 
-        await self._room.make(lambda: self._core.promotion_bytes(still()), protect)
-        keys = still()
+        async with self._slots:  # a disk that hangs must not come to hold all of memory
+            await self._room.make(lambda: self._core.promotion_bytes(still()), protect)
+            await self._bring(files, still())
+
+    async def _bring(self, files: EntryFiles, keys: Sequence[Key]) -> None:
         if not self._core.begin_promote(keys):
             raise Overloaded("memory is leased or too small")
         jobs = [(header_of(entry), entry.extents) for k in keys if (entry := self._core.entry(k)) is not None]

@@ -6,6 +6,7 @@ import asyncio
 import errno
 import os
 import secrets
+import threading
 import time
 from pathlib import Path
 
@@ -14,7 +15,8 @@ from cache_world import BLOCK_BYTES, LocalWorld, Prompt, local_world, prompt
 from test_node import BUNDLE_BYTES, fresh_root, until
 
 from cachestore.node import tiers as tiers_module
-from cachestore.node.files import OWNER_FILE
+from cachestore.node.file_form import Header
+from cachestore.node.files import OWNER_FILE, EntryFiles
 from cachestore.node.states import State
 from moonrelay.errors import DeadlineExceeded
 from moonrelay.valkey import LocalValkey, start_local_valkey
@@ -338,3 +340,40 @@ def test_an_entry_that_left_and_came_back_while_room_was_made_is_not_written_fro
             assert len(files_in(tmp_path)) == 10
 
     asyncio.run(run())
+
+
+def test_a_disk_that_hangs_costs_the_leases_that_want_it_and_nothing_else(
+    valkey: LocalValkey, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = fresh_root()
+    prompts = [prompt(root, (token, 4)) for token in range(8)]
+    go_on = threading.Event()
+    real = EntryFiles.read
+
+    def hang(files: EntryFiles, header: Header, into: list) -> None:
+        assert go_on.wait(30)
+        real(files, header, into)
+
+    async def run() -> None:
+        async with local_world(valkey.url, 6 * BUNDLE_BYTES, tmp_path, DISK_BYTES) as world:
+            core, disk = world.node.core, world.node.disk
+            await published(world, *prompts)
+            await world.node.intake.index.withdraw(core.victims(1 << 40, now_ms=0))
+            monkeypatch.setattr(EntryFiles, "read", hang)
+            for mine in prompts:
+                keys = [k for k in core.visible() if k.prefix_hash in mine.hashes]
+                with pytest.raises(DeadlineExceeded):
+                    await disk.ensure(keys, time.monotonic() + 0.01)
+            assert core.stats().free_bytes >= 2 * BUNDLE_BYTES  # so many may hang and no more
+            new = prompt(root, (99, 4))
+            await world.worker.publish(world.member, new, range(4), (4,))
+            assert await fetched(world, new) == 4 * 64
+            go_on.set()
+            await until(lambda: not disk._promoting)
+            core.check()
+            assert await fetched(world, prompts[7]) == 4 * 64
+
+    try:
+        asyncio.run(run())
+    finally:
+        go_on.set()
