@@ -1,12 +1,14 @@
-"""Reading entries' files into the node's memory. Runs in a reading thread."""
+"""Entries as files, files as entries, and the reading of them into the node's memory, in a reading thread."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Literal
 
 from cachestore.checksum import checksum
+from cachestore.entries import BLOCK, Key, Offer
 from cachestore.node.allocator import Extent
-from cachestore.node.books import Region
+from cachestore.node.books import Region, Stored
 from cachestore.node.file_form import Header, RefusedFile
 from cachestore.node.files import EntryFiles
 
@@ -49,3 +51,28 @@ def lay_out(header: Header, extents: Sequence[Extent]) -> list[list[tuple[int, i
                 room.insert(0, (offset + taken, left - taken))
         places.append(parts)
     return places
+
+
+def header_of(entry: Stored) -> Header:
+    """What an entry's file says first."""
+    key, parent = entry.offer.key, entry.offer.parent
+    kind: Literal["block", "snapshot"] = "block" if key.kind == BLOCK else "snapshot"
+    return Header(
+        root=key.root,
+        kind=kind,
+        prefix_hash=key.prefix_hash,
+        parent=parent.prefix_hash if parent is not None and kind == "block" else None,
+        depth=entry.offer.depth,
+        regions=entry.sums or tuple((r.length, r.xxh3) for r in entry.regions),
+    )
+
+
+def offer_of(header: Header) -> Offer:
+    """The entry that a file holds."""
+    rests_on = header.prefix_hash if header.kind == "snapshot" else header.parent
+    return Offer(
+        key=Key(header.root, header.kind, header.prefix_hash),
+        parent=Key(header.root, BLOCK, rests_on) if rests_on is not None else None,
+        depth=header.depth,
+        nbytes=header.nbytes,
+    )

@@ -16,14 +16,14 @@ from itertools import islice
 from pathlib import Path
 from typing import Literal, TypeVar
 
-from cachestore.entries import BLOCK, Key, Offer
-from cachestore.node.books import Region, Stored
+from cachestore.entries import Key
+from cachestore.node.books import Region
 from cachestore.node.core import NodeCore
-from cachestore.node.file_form import HEADER_BYTES_MAX, Header, RefusedFile, encode_header, file_bytes
+from cachestore.node.file_form import HEADER_BYTES_MAX, RefusedFile, encode_header, file_bytes
 from cachestore.node.files import BytesChanged, DiskFault, DiskFull, DiskUnavailable, EntryFiles, Found, ScanCounts
 from cachestore.node.index_writer import IndexWriter
 from cachestore.node.metrics import NodeMetrics
-from cachestore.node.promotion import bring
+from cachestore.node.promotion import bring, header_of, offer_of
 from cachestore.node.room import Room
 from cachestore.node.states import WITH_FILE, State
 from moonrelay.errors import DeadlineExceeded, Overloaded, ServeError, Unavailable
@@ -295,14 +295,19 @@ class DiskTier:
             return None
 
         def delete() -> None:
+            failed: list[DiskFault] = []
             for key, _ in taken:
-                files.remove(key.root, key.kind, key.prefix_hash)
+                try:
+                    files.remove(*key)
+                except DiskFault as error:
+                    failed.append(error)
+            if failed:
+                raise failed[0]
 
         def done(job: asyncio.Future[None]) -> None:
             self._core.deleted(sum(nbytes for _, nbytes in taken))
             if not job.cancelled() and (error := job.exception()) is not None:
-                self._metrics.disk_errors.labels("failed").inc()
-                logger.warning("files not deleted", extra={"reason": str(error)})
+                self._failed("files not deleted", error)
 
         job = asyncio.get_running_loop().run_in_executor(self._writer, delete)
         job.add_done_callback(done)
@@ -332,8 +337,7 @@ class DiskTier:
                 await self._tell(known)
                 taken += known
         except DiskFault as error:
-            self._metrics.disk_errors.labels("failed").inc()
-            logger.error("files from before are lost", extra={"reason": str(error)})
+            self._failed("files from before are lost", error)
         await self._tell(taken)  # again: where a block came before its parent, its run begins higher than was told
 
     async def _tell(self, keys: Sequence[Key]) -> None:
@@ -354,36 +358,18 @@ class DiskTier:
                 return offer.key
         entry = self._core.entry(offer.key)
         if (entry is None or entry.state not in WITH_FILE) and self._files is not None:
-            await self._in_writer(self._files.remove, offer.key.root, offer.key.kind, offer.key.prefix_hash)
+            try:
+                await self._in_writer(self._files.remove, *offer.key)
+            except DiskFault as error:
+                self._failed("a file of no use stays", error)
         return None
+
+    def _failed(self, what: str, error: BaseException) -> None:
+        self._metrics.disk_errors.labels("failed").inc()
+        logger.warning(what, extra={"reason": str(error)})
 
     async def _in_writer(self, call: Callable[..., T], *args: object) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._writer, call, *args)
-
-
-def header_of(entry: Stored) -> Header:
-    """What an entry's file says first."""
-    key, parent = entry.offer.key, entry.offer.parent
-    kind: Literal["block", "snapshot"] = "block" if key.kind == BLOCK else "snapshot"
-    return Header(
-        root=key.root,
-        kind=kind,
-        prefix_hash=key.prefix_hash,
-        parent=parent.prefix_hash if parent is not None and kind == "block" else None,
-        depth=entry.offer.depth,
-        regions=entry.sums or tuple((r.length, r.xxh3) for r in entry.regions),
-    )
-
-
-def offer_of(header: Header) -> Offer:
-    """The entry that a file holds."""
-    rests_on = header.prefix_hash if header.kind == "snapshot" else header.parent
-    return Offer(
-        key=Key(header.root, header.kind, header.prefix_hash),
-        parent=Key(header.root, BLOCK, rests_on) if rests_on is not None else None,
-        depth=header.depth,
-        nbytes=header.nbytes,
-    )
 
 
 def _next_batch(found: Iterator[Found]) -> list[Found]:
