@@ -33,7 +33,7 @@ class TurnKeys:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """Ids of a generated turn. `whole`: they are all of the assistant message's text, else a beginning."""
+    """Ids of a generated turn, or their beginning. `whole`: nothing that was generated is missing."""
 
     ids: Sequence[int]
     whole: bool
@@ -87,9 +87,9 @@ def fitting(ids: Sequence[int], segments: Sequence[Segment], tokenizer: Tokenize
 def reply_to_keep(ids: Sequence[int], segments: Sequence[Segment], tokenizer: Tokenizer) -> Reply | None:
     """What of a turn's ids is worth keeping; None where tokenising its text gives them anyway."""
     count, covered = fitting(ids, segments, tokenizer)
-    whole = covered == len(segments)
+    whole = covered == len(segments) or count == len(ids)  # a turn that was cut off ends before its text does
     kept = list(ids[:count])
-    return None if whole and tokenizer.encode_segments(segments) == kept else Reply(kept, whole)
+    return None if whole and tokenizer.encode_segments(segments[:covered]) == kept else Reply(kept, whole)
 
 
 def given_ids(rendered: Rendered, found: Sequence[Reply | None], tokenizer: Tokenizer) -> Given:
@@ -104,11 +104,11 @@ def given_ids(rendered: Rendered, found: Sequence[Reply | None], tokenizer: Toke
 
 
 def lost_turns(rendered: Rendered, found: Sequence[Reply | None], given: Given) -> list[tuple[int, int]]:
-    """[start, end) in segments of turns that were found, but whose ids are other text than what came back."""
+    """[start, end) in segments of turns that were found, but whose ids say something else from `start` on."""
     spans = []
     for (start, end), reply in zip(rendered.turns, found, strict=True):
-        reached = given[start][1] if start in given else start
-        if reply is not None and reached < end:
+        used, reached = given.get(start, ((), start))
+        if reply is not None and reached < end and not (reply.whole and len(used) == len(reply.ids)):
             spans.append((reached, end))
     return spans
 

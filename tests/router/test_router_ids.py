@@ -272,6 +272,23 @@ async def test_a_store_that_is_away_costs_nothing_but_hits():
 
 
 @in_loop
+async def test_a_turn_that_was_cut_off_comes_back_as_far_as_it_went():
+    async with cluster() as c:
+        reply = generated(render_reply({"content": "Hello over there. " * 9}, thinking=False), 1)
+        messages = [{"role": "user", "content": "hi " * 70}]
+        first, answer = await talk(c, reply, messages, max_tokens=90)
+        assert answer["choices"][0]["finish_reason"] == "length"
+        messages += [answer["choices"][0]["message"], {"role": "user", "content": "more"}]
+        c.model.reply = encode_reply("ok")
+        body = chat_request(messages=messages)
+        _, answer = await c.post("/v1/chat/completions", body, x_moonrelay_explain="1")
+        asked = list(c.workers["prefill-0"].requests("Prefill")[-1].prompt_ids)
+        assert asked[: len(first) + 90] == first + reply[:90]
+        shown = answer["usage"]["moonrelay"]
+        assert shown["recalled_tokens"] == 90 and "retokenised" not in [lost["reason"] for lost in shown["lost"]]
+
+
+@in_loop
 async def test_what_tokenising_gives_anyway_is_not_kept_and_tenants_keep_apart():
     ids = FakeIds()
     async with cluster(ids=ids) as c:
