@@ -150,12 +150,16 @@ def test_an_altered_file_is_refused_and_costs_its_bundle_only(
     asyncio.run(run())
 
 
-def test_memory_that_went_bad_is_not_written_and_leaves(valkey: LocalValkey, tmp_path: Path) -> None:
+def test_memory_that_went_bad_is_not_written_and_leaves(
+    valkey: LocalValkey, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def run() -> None:
         async with local_world(valkey.url, 2 * BUNDLE_BYTES, tmp_path, DISK_BYTES) as world:
             mine = prompt(fresh_root(), (5, 4))
             await until(lambda: world.node.disk.state == "ready")
-            await world.worker.publish(world.member, mine, range(4), (4,))
+            with monkeypatch.context() as patch:
+                patch.setattr(world.node.disk, "wake", lambda: None)  # not yet
+                await world.worker.publish(world.member, mine, range(4), (4,))
             [(bad, [region, _])] = [(k, r) for k, r in world.node.core.visible().items() if k.kind == "snapshot"]
             world.node.arena.view[region.offset] ^= 1
             await settled(world)
