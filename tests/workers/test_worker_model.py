@@ -31,6 +31,8 @@ def test_other_weights_or_arithmetic_are_another_fingerprint(keep_threads):
         fingerprint(),
         fingerprint(numerics="fast"),
         fingerprint(block_tokens=128),
+        fingerprint(snapshot_dtype="bf16"),
+        fingerprint(snapshot_dtype="fp8"),
         fingerprint(model_dir=str(golden_dir("k3_tiny_mxfp4"))),
     ]
     assert len(set(found)) == len(found)
