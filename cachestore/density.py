@@ -19,7 +19,7 @@ WIDTH_S: Final = (1.0, *(2.0 ** (octave - 1) for octave in range(1, OCTAVES)))
 # 1/age, and entries of one size leave in the order of their last use.
 PRIOR: Final = 0.1
 PRIOR_WEIGHT: Final = 10.0  # lives; how many it takes to believe a class more than the wider class around it
-REFRESH_EVERY: Final = 64  # lives between two looks at the tables
+REFRESH_MIN, REFRESH_MAX = 16, 256  # lives between two looks at the tables: an eighth of what there was
 
 Class = tuple[int, ...]  # from wide to narrow: an unknown one starts from its prefix
 
@@ -32,7 +32,7 @@ class HitDensity:
         self._entered: dict[Class, list[float]] = {}
         self._hits: dict[Class, list[float]] = {}
         self._densities: dict[Class, list[float]] = {}
-        self._lives = 0
+        self._lives = self._refresh_at = 0
 
     def enter(self, kind: Class, octave: int) -> None:
         """A life of this class has reached this octave."""
@@ -41,7 +41,8 @@ class HitDensity:
             self._lives += 1
             if self._lives % self._half_life == 0:
                 self._forget()
-            if self._lives % REFRESH_EVERY == 0:
+            if self._lives >= self._refresh_at:
+                self._refresh_at = self._lives + min(REFRESH_MAX, max(REFRESH_MIN, self._lives // 8))
                 self._densities.clear()
 
     def hit(self, kind: Class, octave: int) -> None:
@@ -70,11 +71,6 @@ class HitDensity:
         for table in (self._entered, self._hits):
             for row in table.values():
                 row[:] = [count / 2 for count in row]
-
-
-def octave_of(age_s: float) -> int:
-    """Which octave an age lies in."""
-    return min(int(age_s).bit_length(), OCTAVES - 1)
 
 
 def octave_end_s(octave: int) -> float:

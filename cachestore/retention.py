@@ -155,8 +155,7 @@ class Retention:
 
     def unpin(self, key: Key) -> None:
         self._kept[key].pins -= 1
-        if not self._kept[key].ticket:
-            self._stand(self._kept[key])
+        self._stand(self._kept[key])  # it may have been hit meanwhile
 
     def victims(self, nbytes: int, protect: Iterable[Key] = ()) -> list[Key]:
         """The least worthy entries of `nbytes` together, or as much as can be had; they are dropped.

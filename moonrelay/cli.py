@@ -16,6 +16,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "prefill": ("prefill.main", "computes prompts and hands them over"),
     "decode": ("decode.main", "adopts handoffs and generates (--aggregated: does both itself)"),
     "cachestore": ("cachestore.main", "owns cached blocks and snapshots on one host"),
+    "replay": ("sim.replay", "a request trace through the cache's real cores: hit rate by policy and budget"),
     "sim": ("sim.main", "the cluster's cores in one thread, with faults; every invariant checked"),
     "logits": ("model.logits", "every position's logits of a checkpoint"),
     "train-nano": ("train.main", "train the small model"),

@@ -26,7 +26,7 @@ ROOT = b"replay".ljust(16, b"\0")
 LEASE_MS = 1
 RENEW_MS = 600_000
 Policy = Literal["worth", "lru"]
-Places = Literal["end", "end+branch", "planner"]
+Places = Literal["end", "end+branch", "planner"]  # where snapshots are taken
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +64,15 @@ class LruCore(NodeCore):
         self._retention = LruRetention()
 
 
+def settings_of(places: Places) -> PlannerSettings:
+    """The planner's own, or those that take no interval."""
+    return PlannerSettings() if places == "planner" else PlannerSettings(interval_tokens=0)
+
+
+def wanted(planned: Planned, places: Places) -> bool:
+    return places != "end" or planned.kind != BRANCH
+
+
 class Cache:
     """Serves prompts in the order of their arrival."""
 
@@ -78,6 +87,7 @@ class Cache:
     def serve(self, request: Request) -> int:
         """The tokens that the cache gave this prompt."""
         now_ms, size = request.time_ms, self._sizes.block_tokens
+        self._core.expire(now_ms)  # as a node does many times a second
         if now_ms - self._renewed_ms >= RENEW_MS:
             self._index.renew(ROOT, self._node, now_ms=now_ms)
             self._renewed_ms = now_ms
@@ -85,20 +95,16 @@ class Cache:
         match = self._index.match(ROOT, hashes, request.prompt_tokens, [self._node], now_ms=now_ms)
         if match.tokens:
             self._use(hashes[match.tokens // size - 1], now_ms)
-        planned = plan([(request.prompt_tokens, MESSAGE)], request.prompt_tokens, size, match, self._settings())
-        planned = tuple(p for p in planned if self._wanted(p))
-        self._publish(hashes, match.tokens // size, [p.tokens // size for p in planned], now_ms)
+        planned = plan(
+            [(request.prompt_tokens, MESSAGE)], request.prompt_tokens, size, match, settings_of(self._places)
+        )
+        depths = [p.tokens // size for p in planned if wanted(p, self._places)]
+        self._publish(hashes, match.tokens // size, depths, now_ms)
         return match.tokens
 
     def check(self) -> None:
         """Raises: InvariantError."""
         self._core.check()
-
-    def _settings(self) -> PlannerSettings:
-        return PlannerSettings() if self._places == "planner" else PlannerSettings(interval_tokens=0)
-
-    def _wanted(self, planned: Planned) -> bool:
-        return self._places != "end" or planned.kind != BRANCH
 
     def _use(self, end: bytes, now_ms: int) -> None:
         """Lease the hit as a reader does, and give it back."""
