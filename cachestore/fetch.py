@@ -148,6 +148,7 @@ class Fetch:
         """The hit or the deepest alternative that can be had; never raises for a node's failure."""
         bundles = [hit, *hit.alternatives]
         first: _Miss | None = None
+        size, rest = divmod(hit.tokens, max(1, len(self._to.rows)))  # tokens of a block
         for number, bundle in enumerate(bundles):
             left_s = self._to.deadline_s - time.monotonic()
             if first is not None and (self._to.landing.pending or left_s < ATTEMPT_S_MIN):
@@ -155,6 +156,8 @@ class Fetch:
             # A node that does not answer must leave time for those that would.
             share = 2 if any(_nodes(bundle).isdisjoint(_nodes(b)) for b in bundles[number + 1 :]) else 1
             try:
+                if not size or rest or bundle.tokens != bundle.snapshot.first_block * size:
+                    raise _Miss("stale_index", "the hit's tokens are not those of its blocks")
                 reports = await self._attempt(bundle, time.monotonic() + left_s / share)
             except _Miss as miss:
                 logger.info("cache fetch missed", extra={"reason": miss.reason, "detail": str(miss)})

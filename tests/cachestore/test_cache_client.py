@@ -274,6 +274,27 @@ def test_a_worker_accounts_for_every_token_of_the_hit(valkey: LocalValkey) -> No
     run(valkey.url, check)
 
 
+@pytest.mark.parametrize("change", [{"tokens": 513}, {"tokens": 0}, {"blocks": 7}, {"rows": 7}, {"rows": 0}])
+def test_tokens_that_are_not_those_of_the_blocks_are_refused(valkey: LocalValkey, change: dict) -> None:
+    async def check(two: Two) -> None:
+        await two.publish("a", range(8), (7, 8))
+        match = await two.match()
+        hit = match.hit()
+        hit.ClearField("alternatives")
+        hit.tokens = change.get("tokens", hit.tokens)
+        if "blocks" in change:
+            hit.snapshot.first_block = hit.runs[0].end_block = change["blocks"]
+        rows = [Slice(ROWS, i * BLOCK_BYTES, BLOCK_BYTES) for i in range(change.get("rows", 8))]
+        unknown = CacheHit(tokens=512, runs=hit.runs, snapshot={"node_id": "?", "first_block": 8}, alternatives=[hit])
+        for asked in (hit, unknown):
+            report = await two.worker.client.fetch(
+                asked, two.mine.root, two.mine.hashes, rows, Slice(STATE, 0, STATE_BYTES), soon(), Landing()
+            )
+            assert (report.tokens, report.miss_reason) == (0, "stale_index")
+
+    run(valkey.url, check)
+
+
 RUN = st.builds(
     CacheRun, node_id=st.sampled_from(["x", "gone"]), node_epoch=st.integers(0, 2), first_block=st.integers(0, 9),
     end_block=st.integers(0, 9),
