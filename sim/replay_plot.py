@@ -39,7 +39,7 @@ def svg(rows: Sequence[Mapping[str, Any]], bounds: Mapping[str, float], ideal: f
     head = (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{LEFT + SCALE + 80}" height="{y + 8}" '
         'font-family="sans-serif" font-size="12"><rect width="100%" height="100%" fill="white"/>'
-        f'<text x="12" y="24" font-size="14">{escape(title)}: token hit rate (right edge: unlimited cache, '
+        f'<text x="12" y="24" font-size="14">{escape(title.rsplit("/", 1)[-1])}: token hit rate (right edge: unlimited cache, '
         f"{ideal:.4f}; line: foresight)</text>"
     )
     return head + "".join(parts) + "</svg>\n"
