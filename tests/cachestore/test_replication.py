@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import secrets
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from cache_world import Listed, LocalNode, Worker
+import pytest
+from cache_world import Listed, LocalNode, NodeProcess, Worker, worker_in
 from cache_world import prompt as prompt_of
 from test_node import BUNDLE_BYTES, fresh_root, until
+from tests_cachestore import soon
 
 from cachestore.entries import SNAPSHOT, Key
 from cachestore.node.replication import HALF_LIFE_MS, WATCHED_MAX, Heat
@@ -123,3 +126,36 @@ def test_heat_is_counted_by_the_minute_and_bounded() -> None:
     for number in range(2 * WATCHED_MAX):
         heat.leased(Key(b"r" * 16, SNAPSHOT, number.to_bytes(16, "big")), 50 * HALF_LIFE_MS)
     assert len(heat._counts) == WATCHED_MAX
+
+
+@pytest.mark.cluster
+def test_a_hot_bundle_outlives_its_node_with_real_processes(valkey: LocalValkey, tmp_path: Path) -> None:
+    cluster, mine = secrets.token_hex(4), prompt_of(fresh_root(), (5, 5))
+    nodes: dict[str, NodeProcess] = {}
+
+    async def run() -> None:
+        async with worker_in(valkey.url, cluster, "auto") as (worker, membership):
+            try:
+                for name in ("cachestore-0", "cachestore-1"):
+                    home = tmp_path / name
+                    home.mkdir()
+                    flags = ("--dram-bytes", "4_000_000", "--replicate-after", str(AFTER), "--instance-id", name)
+                    nodes[name] = NodeProcess(valkey.url, cluster, home, *flags)
+                wanted = set(nodes)
+                assert await membership.wait_for(
+                    lambda m: {each.instance_id for each in m.members("cachestore")} == wanted, soon(60)
+                ), [node.output() for node in nodes.values()]
+                first, second = membership.members("cachestore")
+                assert (await worker.publish(first, mine, range(5), (5,))).stored == 6
+                deadline_s = soon(30)
+                while not (await worker.index.match(mine.root, mine.hashes, 321, [second])).tokens:
+                    assert time.monotonic() < deadline_s, [node.output() for node in nodes.values()]
+                    assert (await worker.fetch(mine, await worker.match(mine))).tokens == 320
+                await asyncio.to_thread(nodes[first.instance_id].kill)
+                assert await membership.wait_for(lambda m: len(m.members("cachestore")) == 1, soon(10))
+                assert (await worker.fetch(mine, await worker.match(mine))).tokens == 320
+            finally:
+                for node in nodes.values():
+                    node.close()
+
+    asyncio.run(run())
