@@ -162,10 +162,10 @@ class CacheIndex:
 
 def _found(answer: Sequence[Any]) -> Found:
     """The script's answer; Lua counts lives from 1."""
-    depth, seen, stale, dead_cut, gone_cut, diverged, empty, hits, devices, runs, spare, tiers = answer
+    depth, seen, stale, kept, dead_cut, gone_cut, diverged, empty, hits, devices, runs, spare, tiers = answer
     covers = tuple([(owner - 1, first, end) for owner, first, end in cover] for cover in (runs, spare))
     return Found(
-        depth=depth, seen=seen, stale=stale, dead_cut=dead_cut, gone_cut=gone_cut, diverged=bool(diverged),
+        depth=depth, seen=seen, stale=stale, kept=kept, dead_cut=dead_cut, gone_cut=gone_cut, diverged=bool(diverged),
         empty=bool(empty), hits=[(cut, holder - 1, cover) for cut, holder, cover in hits],
         devices=[(worker - 1, cut) for worker, cut in devices], covers=(covers[0], covers[1]),
         tiers=[(tier.decode(), blocks) for tier, blocks in tiers],

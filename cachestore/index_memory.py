@@ -221,6 +221,7 @@ class _Lookup:
             seen = _last(depth, self._total, self._known) + 1
         stale = max([depth, *(self._reach(name, depth, seen) for name in self._dead)])
         covered = (runs, depth, skip, spare_depth)
+        kept = max([stale, *(self._reach(name, depth, seen) for name in self._names[self._num_nodes :])])
         for cut in range(seen, 0, -1):
             self._consider(cut, *covered)
             if self._hits:
@@ -234,8 +235,8 @@ class _Lookup:
         diverged = 0 < seen < self._total and self._inner(self._hashes[seen - 1])
         nothing = not (self._at.lives or self._at.young.letters or self._at.old.letters)
         return Found(
-            depth=depth, seen=seen, stale=stale, dead_cut=self._dead_cut, gone_cut=next(gone, 0), diverged=diverged,
-            empty=seen == 0 and nothing, hits=self._hits, devices=tuple(self._devices.items()),
+            depth=depth, seen=seen, stale=stale, kept=kept, dead_cut=self._dead_cut, gone_cut=next(gone, 0),
+            diverged=diverged, empty=seen == 0 and nothing, hits=self._hits, devices=tuple(self._devices.items()),
             covers=(runs, spare), tiers=self._tiers(runs, best),
         )  # fmt: skip
 

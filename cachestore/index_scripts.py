@@ -111,6 +111,8 @@ local seen = depth
 if depth < total and known(depth) then seen = last(depth, total, known) + 1 end
 local stale = depth
 for _, name in ipairs(dead) do stale = math.max(stale, reach(name, depth, seen)) end
+local kept = stale
+for w = num_nodes + 1, #names do kept = math.max(kept, reach(names[w], depth, seen)) end
 
 local hits, devices, has_device, dead_cut = {}, {}, {}, 0
 local function owner_of(i)
@@ -196,7 +198,7 @@ for _, run in ipairs(runs) do
     at = upto
   end
 end
-return {depth, seen, stale, dead_cut, gone_cut, diverged, empty, hits, devices, runs, spare, tiers}
+return {depth, seen, stale, kept, dead_cut, gone_cut, diverged, empty, hits, devices, runs, spare, tiers}
 """
 )
 

@@ -170,7 +170,8 @@ Cover = Sequence[tuple[int, int, int]]  # (life, first, end) in order, without a
 class Found:
     """What is known of a prompt's blocks, in blocks. Lives are numbered as the lookup gave them.
 
-    depth <= stale <= seen: how deep live nodes' blocks go, then those of a dead one, then what was ever known.
+    depth <= stale <= kept <= seen: how deep live nodes' blocks go, then those of a dead one, then those that a worker
+    keeps for itself, then what was ever known.
     `dead_cut`, `gone_cut`: the deepest snapshot at or below `depth` of a dead owner, and one that was evicted.
     `hits`: (depth, life that has the snapshot, which cover), the best first. `devices`: (life, depth).
     """
@@ -178,6 +179,7 @@ class Found:
     depth: int
     seen: int
     stale: int
+    kept: int
     dead_cut: int
     gone_cut: int
     diverged: bool
@@ -189,7 +191,7 @@ class Found:
 
 
 NOTHING = Found(
-    depth=0, seen=0, stale=0, dead_cut=0, gone_cut=0, diverged=False, empty=False, hits=(), devices=(),
+    depth=0, seen=0, stale=0, kept=0, dead_cut=0, gone_cut=0, diverged=False, empty=False, hits=(), devices=(),
     covers=((), ()), tiers=(),
 )  # fmt: skip
 
@@ -243,7 +245,8 @@ def _lost(
         ("stale_index" if found.dead_cut >= found.gone_cut else "snapshot_evicted", (could - cut) * size),
         ("no_snapshot", (found.depth - could) * size),
         ("stale_index", (found.stale - found.depth) * size),
-        ("block_evicted", (found.seen - found.stale) * size),
+        ("cold", (found.kept - found.stale) * size),  # the store does not have them, or not yet
+        ("block_evicted", (found.seen - found.kept) * size),
         (unknown, (limit - found.seen) * size),
         ("remainder", prompt_tokens - limit * size),
     ]

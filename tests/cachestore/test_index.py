@@ -260,6 +260,7 @@ def test_workers_tell_how_deep_their_own_bundles_go_and_serve_no_hit(valkey: Loc
         assert match.tokens == 6 * 64 and match.snapshot.node_id == "n"
         assert [(d.instance_id, d.tokens) for d in match.devices] == [("p", 8 * 64)]
         assert match.seen_tokens == 8 * 64 and match.by_tier == {"host": 6 * 64}
+        assert match.lost == (("cold", 3 * 64), ("remainder", 64))  # nobody evicted what a worker has for itself
         await both.write(workers[1], entries(hashes, range(3), (3,), tier="device"))
         match = await both.match(hashes, tokens, [node], workers=workers)
         assert {d.instance_id: d.tokens for d in match.devices} == {"p": 8 * 64, "d": 3 * 64}
