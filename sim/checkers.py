@@ -101,7 +101,8 @@ class Checkers:
         resting = {entry.offer.parent for key, entry in entries.items() if key not in going}
         for key in victims:
             self.require(key not in resting, "orphans", f"{node.name}: what rests on a {key.kind} stays")
-        if node.restored or not any(key.kind == SNAPSHOT for key in victims):
+        # What was put back goes first, and memory's order does not know what lies below it on disk.
+        if node.restored or node.core.stats().disk.capacity_bytes or all(key.kind != SNAPSHOT for key in victims):
             return
         useful: set[Key] = set()
         for key in [*(key for key in entries if key.kind == SNAPSHOT), *protect]:

@@ -105,7 +105,7 @@ class DiskNode(CacheNode):
         for key in keys:
             self.arena.assign(self._cells(key), "a promotion")
         self.world.phase("promoting", self)
-        yield 0.5 + self.rng.random() * 3
+        yield self._disk_ms()
         refused = [key for key in keys if not self._read_file(key)]
         for key in refused:
             self.core.refuse(key)
@@ -155,7 +155,7 @@ class DiskNode(CacheNode):
         self.arena.guard(("file", key), cells, "a file is written from them")
         self._writing = key
         self.world.phase("writing_file", self)
-        yield 0.5 + self.rng.random() * 3
+        yield self._disk_ms()
         self._writing = None
         self.arena.unguard(("file", key))
         if self.world.network.chance(self.world.disk_faults):
@@ -168,6 +168,10 @@ class DiskNode(CacheNode):
         self.core.written(key)
         self.world.counts["files_written"] += 1
         return True
+
+    def _disk_ms(self) -> float:
+        """Now and then it hangs for a while."""
+        return 0.5 + self.rng.random() * (80 if self.rng.random() < 0.1 else 3)
 
     def _disk_room(self, nbytes: int) -> Steps:
         if nbytes <= self.core.disk_free_bytes or nbytes > self.core.stats().disk.capacity_bytes:

@@ -22,7 +22,7 @@ from sim.prompt import STALL_MS
 from sim.redis import Member, Record
 from sim.toy import BLOCK_TOKENS
 from sim.worker import Hit, Prompt
-from sim.world import Future, Steps, Task, Violation, World
+from sim.world import Future, Steps, Violation, World
 
 SUSPECT_S, ROOM_RETRY_MS, RECOVERY_WAIT_MS = 0.5, 40, 2_000
 RETRIES_MAX, RECOVERIES_MAX, ATTEMPTS_MAX = 2, 3, 8
@@ -87,7 +87,11 @@ class Leg:
     match: Any
     plan: Plan | None = None
     reservation_id: str | None = None
-    decode: Task | None = None  # follows the handoff and streams
+    stream: Link | None = None  # prefill's
+    failed: Exception | None = None  # what ended the decode side
+    opened: Future = field(default_factory=Future)
+    adopting: bool = False  # decode was told of the handoff
+    adopted: bool = False
     first: Future = field(default_factory=Future)  # the first token was taken
 
     @property
@@ -171,22 +175,26 @@ class Router(Member):
                 yield ROOM_RETRY_MS
                 continue
             leg.plan = plan
-            request = Reserve(
-                leg.prompt.request_id,
-                len(leg.prompt.ids),
-                turn.remaining,
-                leg.prompt.root,
-                leg.prompt.hashes,
-                leg.prompt.write_back,
-            )
+            if not turn.full:
+                return  # room is asked for beside prefill
             try:
-                leg.reservation_id = yield from self.call(plan.decode.instance_id, "reserve", request)
+                yield from self._reserve(turn, leg, plan.decode)
                 return
-            except (Overloaded, LinkLost, DeadlineExceeded) as error:
-                fault = worker_fault(plan.decode, error)
-                if not isinstance(fault, NoRoom):
-                    raise fault from None
+            except NoRoom:
                 turn.full.add(plan.decode.key)
+
+    def _reserve(self, turn: Turn, leg: Leg, worker: Worker) -> Steps:
+        """Set rows and a slot aside on the decode side. Raises: NoRoom, WorkerLost."""
+        prompt = leg.prompt
+        request = Reserve(
+            prompt.request_id, len(prompt.ids), turn.remaining, prompt.root, prompt.hashes, prompt.write_back
+        )
+        try:
+            leg.reservation_id = yield from self.call(worker.instance_id, "reserve", request)
+        except RequestDeadline:
+            raise
+        except ServeError as error:
+            raise worker_fault(worker, error) from None
 
     def workers(self) -> list[Record]:
         return [record for role in ("prefill", "decode") for record in self.members(role)]
@@ -204,34 +212,44 @@ class Router(Member):
     # One attempt.
 
     def _run(self, turn: Turn, leg: Leg, emit: Emit) -> Steps:
-        """Prefill, and beside it, as soon as the handoff is opened, decode, which follows it."""
+        """Prefill, and beside it decode, which has room set aside and follows the handoff once it is opened."""
         plan = leg.plan
         assert plan is not None and plan.prefill is not None
+        decode = self.spawn(self._decode(turn, leg, plan.prefill, plan.decode, emit), "decode")
+        decode.outcome.callbacks.append(lambda outcome: self._decode_ended(outcome, leg))
         try:
-            with self.ledger.held(plan.decode, 0), self.ledger.held(plan.prefill, leg.computed):
-                yield from self._prefill(turn, leg, plan.prefill, plan.decode, emit)
             with self.ledger.held(plan.decode, 0):
+                with self.ledger.held(plan.prefill, leg.computed):
+                    yield from self._prefill(turn, leg, plan.prefill, emit)
                 if turn.reason is None:
-                    if leg.decode is None:
-                        raise WorkerLost("a handoff that was never opened", plan.prefill)
-                    yield (leg.decode.outcome, STALL_MS)
+                    yield (decode.outcome, STALL_MS)
+                if turn.reason is None:
+                    raise WorkerLost("prefill withdrew its handoff", plan.prefill, plan.decode)
         except DeadlineExceeded:
             raise WorkerLost("decode is silent", plan.decode) from None
         finally:
-            if leg.decode is not None:
-                leg.decode.cancel()
-            elif leg.reservation_id is not None and self.alive:
-                self.tell(plan.decode.instance_id, "release_reservation", leg.reservation_id)
+            decode.cancel()
+            if self.alive:
+                self._give_back(leg, plan.prefill, plan.decode)
 
-    def _prefill(self, turn: Turn, leg: Leg, worker: Worker, decode: Worker, emit: Emit) -> Steps:
-        stream = self.world.network.stream(self, worker.instance_id, "prefill", leg.prompt)
+    def _give_back(self, leg: Leg, prefill: Worker, decode: Worker) -> None:
+        """A handoff of which decode was told is decode's to release: it may be reading."""
+        if not leg.adopted and leg.reservation_id is not None:
+            self.tell(decode.instance_id, "release_reservation", leg.reservation_id)
+        if not leg.adopting and leg.opened.done:
+            opened: Opened = leg.opened.value
+            self.tell(prefill.instance_id, "release_handoff", (opened.handoff_id, opened.fence))
+
+    def _prefill(self, turn: Turn, leg: Leg, worker: Worker, emit: Emit) -> Steps:
+        stream = leg.stream = self.world.network.stream(self, worker.instance_id, "prefill", leg.prompt)
+        if leg.failed is not None:
+            stream.fail(leg.failed)
         try:
             while True:
                 event = yield from self._hear(stream, worker)
                 match event:
                     case Opened():
-                        leg.decode = self.spawn(self._decode(turn, leg, event, worker, decode, emit), "adopt")
-                        leg.decode.outcome.callbacks.append(lambda outcome: self._decode_ended(outcome, stream))
+                        leg.opened.set(event)
                     case FirstToken(token=token):
                         self._settle(turn, leg, event)
                         self._take(turn, (token,), emit)
@@ -243,27 +261,30 @@ class Router(Member):
         finally:
             stream.close()
 
-    def _decode_ended(self, outcome: Future, prefill: Link) -> None:
+    def _decode_ended(self, outcome: Future, leg: Leg) -> None:
         """An attempt whose decode side has failed needs no prefill any more."""
-        if outcome.error is not None:
-            prefill.fail(outcome.error)
+        leg.failed = outcome.error
+        if outcome.error is not None and leg.stream is not None:
+            leg.stream.fail(outcome.error)
 
-    def _decode(self, turn: Turn, leg: Leg, opened: Opened, prefill: Worker, worker: Worker, emit: Emit) -> Steps:
+    def _decode(self, turn: Turn, leg: Leg, prefill: Worker, worker: Worker, emit: Emit) -> Steps:
         """Let decode follow and adopt the handoff, and stream what it generates, after the first token."""
-        assert leg.reservation_id is not None
+        if leg.reservation_id is None:
+            yield from self._reserve(turn, leg, worker)
+        opened = yield leg.opened
         prompt = leg.prompt
         sampling = replace(prompt.sampling, max_tokens=max(1, prompt.sampling.max_tokens - 1))
         tail = tuple(prompt.ids[len(prompt.hashes) * BLOCK_TOKENS :])
         back = Writeback(prompt.root, prompt.hashes, tail, prompt.hits, prompt.tenant) if prompt.write_back else None
-        request = Adopt(prompt.request_id, leg.reservation_id, opened, sampling, back, tuple(prompt.ids))
+        request = Adopt(prompt.request_id, leg.reservation_id or "", opened, sampling, back, tuple(prompt.ids))
         stream = self.world.network.stream(self, worker.instance_id, "adopt", request)
-        adopted = False
+        leg.adopting = True
         try:
             while True:
                 event = yield from self._hear(stream, worker)
                 match event:
                     case Adopted():
-                        adopted = True
+                        leg.adopted = True
                     case Tokens(ids=ids):
                         yield leg.first
                         self._take(turn, ids, emit)
@@ -272,7 +293,7 @@ class Router(Member):
                         turn.reason = reason
                         return
         except WorkerLost as lost:
-            if adopted:
+            if leg.adopted:
                 raise
             raise WorkerLost(str(lost), worker, prefill) from None
         finally:
@@ -351,6 +372,8 @@ def worker_of(record: Record) -> Worker:
 def worker_fault(worker: Worker, error: ServeError) -> ServeError:
     """What a worker's error means for the request, as `router.edge.fault` says."""
     match error:
+        case WorkerLost() | NoRoom():
+            return error  # of the attempt's other half
         case Overloaded():
             return NoRoom(worker)
         case InvalidRequest():
