@@ -56,6 +56,7 @@ class Handover:
         self.first_taken = asyncio.Event()  # the client has prefill's token: decode's may follow
         self.complete = False  # prefill has done its part; from now on decode's silence counts
         self.clock: asyncio.Timeout | None = None  # of decode's silence, while its stream is heard
+        self.decoding: asyncio.Task[None] | None = None
 
     def open(self, **source: Any) -> None:
         """What decode is to adopt; the first word counts."""
@@ -116,14 +117,10 @@ class Legs:
         """
         handover = Handover()
         loop = asyncio.get_running_loop()
+        prefilling = loop.create_task(self._prefill(turn, leg, handover, prefill))  # first: the client waits for it
         decoding = loop.create_task(self._decode(turn, leg, handover, prefill, decode))
-
-        async def begin() -> None:
-            await self._prefill(turn, leg, handover, prefill)
-            if turn.ended:
-                decoding.cancel()
-
-        both = (loop.create_task(begin()), decoding)
+        handover.decoding = decoding
+        both = (prefilling, decoding)
         try:
             await asyncio.wait(both, return_when=asyncio.FIRST_EXCEPTION)
         finally:
@@ -163,6 +160,8 @@ class Legs:
             stream = await self._workers.prefill(worker, prefill_request(turn, leg), _left_s(turn))
             await self._hear_all(turn, stream, hear)
         handover.complete = True
+        if turn.ended and handover.decoding is not None:
+            handover.decoding.cancel()  # nothing to adopt
         if handover.clock is not None:
             _put_off(handover.clock, self._stall_s)
 

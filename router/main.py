@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import logging
 import os
@@ -35,6 +36,7 @@ def main(argv: Sequence[str]) -> int:
     configure("router", settings.log_level)
     print(json.dumps(settings_module.redacted(settings)), flush=True)
     model = load_model(settings)
+    gc.freeze()  # the vocabulary lives as long as we do: collections, which stop every stream, need not look at it
     status = 1
     try:
         status = uvloop.run(run(settings, model))

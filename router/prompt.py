@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from model import renderer, spelling, splice
@@ -12,6 +12,8 @@ from model.splice import Reply, TurnKeys
 from model.tokenizer import Tokenizer
 from moonrelay.errors import ContextLengthExceeded, InvalidRequest
 from router.schema import GenerationRequest
+
+Encode = Callable[..., list[int]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,15 +60,15 @@ class Prompt:
 class _Bounded:
     """A tokenizer for a prompt of up to `limit` ids: it raises as soon as there are more, however long the text."""
 
-    def __init__(self, tokenizer: Tokenizer, limit: int | None, param: str) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, encode: Encode, limit: int | None, param: str) -> None:
+        self._encode = encode
         self._limit = limit
         self._param = param
         self._count = 0
 
     def encode(self, text: str, *, allow_special: bool = False) -> list[int]:
         left = None if self._limit is None else self._limit - self._count
-        ids = self._tokenizer.encode(text, allow_special=allow_special, limit=left)
+        ids = self._encode(text, allow_special=allow_special, limit=left)
         self._count += len(ids)
         if self._limit is not None and self._count > self._limit:
             raise ContextLengthExceeded(
@@ -88,14 +90,18 @@ def draft(request: GenerationRequest, salt: bytes) -> Draft:
 
 
 def tokenise(
-    draft: Draft, tokenizer: Tokenizer, limit: int | None = None, recalled: Recalled | None = None
+    draft: Draft,
+    tokenizer: Tokenizer,
+    limit: int | None = None,
+    recalled: Recalled | None = None,
+    encode: Encode | None = None,
 ) -> Prompt:
     """Text of users never becomes special tokens; text of more than `limit` ids is refused.
 
-    Raises: InvalidRequest naming the field.
+    `encode`: the tokenizer's, or what is as good. Raises: InvalidRequest naming the field.
     """
     request = draft.request
-    bounded = _Bounded(tokenizer, limit, "prompt" if request.chat is None else "messages")
+    bounded = _Bounded(encode or tokenizer.encode, limit, "prompt" if request.chat is None else "messages")
     if draft.rendered is not None:
         return _tokenise_chat(draft.rendered, tokenizer, bounded, () if recalled is None else recalled.turns)
     pieces: tuple[Piece, ...] = ()

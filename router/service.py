@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable, Set
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final, TypeVar
 
 from model.tokenizer import Tokenizer
@@ -20,6 +21,7 @@ from router import core
 from router.admission import Admission, Refused
 from router.core import Need, Plan, Worker, WorkerKey
 from router.edge import Background, NoRoom, WorkerLost, Workers
+from router.encodings import EncodingCache
 from router.fleet import ROLES, Fleet, Index
 from router.idstore import IdStore
 from router.ledger import Ledger
@@ -82,6 +84,7 @@ class Service:
         )
         self.ledger = Ledger(suspect_s=settings.suspect_ms / 1e3)
         self._threads = ThreadPoolExecutor(PREPARE_THREADS, thread_name_prefix="prepare")
+        self._encodings = EncodingCache(model.tokenizer, settings.encodings_tokens_max)
         self._recall = Recall(ids, model.tokenizer, model.tokenizer_revision, self._threads)
         self._lookups = Lookups(index, self._threads, metrics)
         self._legs = Legs(workers, self.ledger, metrics, stall_s=settings.stall_timeout_ms / 1e3)
@@ -251,7 +254,8 @@ class Service:
         work = self.in_thread if call.size > OFF_LOOP_BYTES else _at_once
         drafted = await work(lambda: draft(request, salt))
         recalled = await self._recall.find(drafted)
-        prompt = await work(lambda: tokenise(drafted, tokenizer, limit, recalled))
+        encode = partial(self._encodings.encode, salt)
+        prompt = await work(lambda: tokenise(drafted, tokenizer, limit, recalled, encode))
         self.metrics.recalled.inc(prompt.recalled_tokens)
         self.metrics.stage["prepare"].observe(time.perf_counter() - began)
         return drafted, prompt

@@ -37,6 +37,7 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     retries_max: int = 1  # workers lost before the first token reached the client
     recoveries_max: int = 2  # workers lost after it
     attempts_max: int = 8  # all tries of a request, those that reached nobody included
+    encodings_tokens_max: int = 2_000_000  # ids of texts that may come again: 4 bytes each, and the texts
     ids_ttl_s: int = 14_400  # how long a turn's generated ids wait for the request that sends its text back
     ids_bytes_max: int = 1 << 20  # of one turn; a longer one is tokenised anew
     ids_timeout_ms: int = 100  # for asking Redis about them: not knowing costs less than waiting

@@ -6,9 +6,13 @@ from types import SimpleNamespace
 
 import pytest
 from fake_workers import TOKENIZER
+from hypothesis import given
+from hypothesis import strategies as st
 from router_fakes import chat_request, completion_request
 
+from model.tokenizer import Tokenizer
 from moonrelay.errors import ContextLengthExceeded, InvalidRequest
+from router.encodings import SHARED_CHARS, EncodingCache
 from router.prompt import prepare
 from router.schema import parse_chat, parse_completion
 
@@ -49,3 +53,31 @@ def test_numbers_of_a_tool_call_may_not_be_endless():
     with pytest.raises(InvalidRequest, match="too many digits") as refused:
         prepare(request, TOKENIZER)
     assert refused.value.param == "messages[0].tool_calls[0].function.arguments"
+
+
+@given(st.lists(st.tuples(st.sampled_from("ab"), st.integers(1, 9), st.booleans()), max_size=40))
+def test_texts_seen_before_have_the_same_ids(asked):
+    cache = EncodingCache(TOKENIZER, 50)  # overflows all the time
+    for letter, times, special in asked:
+        text = f"<|open|>{letter} " * times
+        want = TOKENIZER.encode(text, allow_special=special)
+        assert cache.encode(b"s", text, allow_special=special) == want
+
+
+def test_a_text_is_encoded_once_for_each_tenant_and_whole(monkeypatch):
+    encoded: list[str] = []
+    encode = Tokenizer.encode
+
+    def counting(self: Tokenizer, text: str, **options: object) -> list[int]:
+        encoded.append(text)
+        return encode(self, text, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Tokenizer, "encode", counting)
+    cache = EncodingCache(TOKENIZER, 10_000_000)
+    short, long, longest = "hi", "secret " * SHARED_CHARS, "a b " * 150_000
+    for salt in (b"a", b"b", b"a"):
+        for text in (short, long):
+            assert cache.encode(salt, text) == encode(TOKENIZER, text)
+    assert encoded == [short, long, long]
+    assert len(cache.encode(b"a", longest, limit=10)) < len(cache.encode(b"a", longest, limit=1_000_000))
+    assert cache.encode(b"a", longest) == encode(TOKENIZER, longest) and encoded.count(longest) == 2
