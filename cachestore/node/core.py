@@ -83,23 +83,28 @@ class NodeCore(Ledger):
         Never one that a lease or a late read covers, that another entry in memory rests on, or that `protect` does.
         """
         self._end_quiet(now_ms)
-        leaving, anchored, wanted = [], [], nbytes
+        leaving: list[Key] = []
+        anchored: list[Stored] = []  # what rests on it is on disk only: it must be there too before it goes
+        spared: list[Stored] = []  # what it rests on is on disk only, and so of no use to memory's `Retention`
+        wanted = nbytes
         while wanted > 0 and (found := self._retention.victims(wanted, protect)):
-            for key in found:
-                entry = self._entries[key]
-                if entry.state is not State.BOTH and self._resting[key]:
-                    anchored.append(entry)  # what rests on it is on disk only: it must be there too before it goes
-                    continue
-                wanted -= entry.nbytes
+            for entry in map(self._entries.__getitem__, found):
                 if entry.state is State.BOTH:
+                    wanted -= entry.nbytes
                     self._empty(entry)
+                elif self._resting[entry.offer.key]:
+                    anchored.append(entry)
+                elif self._rests_on_disk(entry):
+                    spared.append(entry)
                 else:
-                    self._withdraw(entry)
-                    leaving.append(key)
-        for entry in anchored:
+                    wanted -= entry.nbytes
+                    leaving.append(self._withdraw(entry))
+        while wanted > 0 and spared:
+            wanted -= spared[0].nbytes
+            leaving.append(self._withdraw(spared.pop(0)))
+        for entry in (*anchored, *spared):
             self._retention.restore(entry.offer, entry.nbytes)
-            if entry.state is State.HOST:
-                self._disk.want(entry.offer.key, used=True)
+            self._disk.want(entry.offer.key, used=True)
         return leaving
 
     def reclaim(self, keys: Iterable[Key]) -> None:
@@ -174,8 +179,7 @@ class NodeCore(Ledger):
                     self._disk.give(entry, kept=False, exists=True)
                 else:
                     self._on_disk[key.kind] -= 1
-                    self._withdraw(entry)
-                    leaving.append(key)
+                    leaving.append(self._withdraw(entry))
         for entry in anchored:
             self._disk.retention.restore(entry.offer, entry.file_bytes)
         return leaving

@@ -111,10 +111,15 @@ class Ledger:
             if not self._resting[offer.parent]:
                 del self._resting[offer.parent]
 
-    def _withdraw(self, entry: Stored) -> None:
+    def _withdraw(self, entry: Stored) -> Key:
         entry.state = after(entry.state, Event.WITHDRAW)
         self._rest(entry.offer, -1)
         self._visible[entry.offer.key.kind] -= 1
+        return entry.offer.key
+
+    def _rests_on_disk(self, entry: Stored) -> bool:
+        below = self._entries.get(entry.offer.parent) if entry.offer.parent is not None else None
+        return below is not None and below.state in ON_DISK
 
     def _missing(self, sizes: Iterable[int]) -> int:
         return max(0, sum(self._pages.rounded(nbytes) for nbytes in sizes) - self._pages.free_bytes)

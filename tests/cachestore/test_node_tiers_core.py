@@ -83,6 +83,21 @@ def test_parents_are_written_before_children_and_an_unwritten_entry_leaves_as_be
     assert core.next_writes() == ([keys[0]], True)
 
 
+def test_a_new_snapshot_of_blocks_that_are_on_disk_only_does_not_leave_before_what_can() -> None:
+    """Without its blocks memory's `Retention` takes it for an orphan."""
+    core = tiered(pages=8)
+    store(core, block(1, 0), block(1, 1))
+    write_all(core)
+    core.victims(2 * PAGE_BYTES, now_ms=0)
+    late = snapshot(1, 2)
+    store(core, late, block(2, 0), block(2, 1))  # as a branch's snapshot is
+    assert core.victims(2 * PAGE_BYTES, now_ms=0) == [block(2, 1).key, block(2, 0).key]
+    core.check()
+    assert core.next_writes() == ([late.key], True)  # and it is to be written
+    assert core.victims(PAGE_BYTES, now_ms=0) == [late.key]  # nothing else is left
+    core.check()
+
+
 def test_a_full_disk_gives_up_files_from_the_deep_end() -> None:
     core = tiered(pages=6, files=3)
     top, middle, deep = (block(1, depth) for depth in range(3))
