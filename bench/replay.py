@@ -1,4 +1,4 @@
-"""Every trace through `moonrelay replay` at 1 TB and a few other sizes; writes results/replay.json with the commit."""
+"""Every trace through `moonrelay replay`; writes results/replay.json with the commit, and a plot for each."""
 
 from __future__ import annotations
 

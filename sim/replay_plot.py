@@ -19,6 +19,7 @@ def bars(name: str, rate: float, ideal: float, note: str) -> str:
 def svg(rows: Sequence[Mapping[str, Any]], bounds: Mapping[str, float], ideal: float, title: str) -> str:
     """The rows as bars by budget, each budget's bound as a line, the unlimited cache as the right edge."""
     parts: list[str] = []
+    name = escape(title.rsplit("/", 1)[-1])
     y, full = 48, ideal or 1.0
     for budget, bound in bounds.items():
         parts.append(f'<text x="12" y="{y + 12}" font-weight="bold">{escape(budget)} TB</text>')
@@ -39,7 +40,7 @@ def svg(rows: Sequence[Mapping[str, Any]], bounds: Mapping[str, float], ideal: f
     head = (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{LEFT + SCALE + 80}" height="{y + 8}" '
         'font-family="sans-serif" font-size="12"><rect width="100%" height="100%" fill="white"/>'
-        f'<text x="12" y="24" font-size="14">{escape(title.rsplit("/", 1)[-1])}: token hit rate (right edge: unlimited cache, '
+        f'<text x="12" y="24" font-size="14">{name}: token hit rate (right edge: unlimited cache, '
         f"{ideal:.4f}; line: foresight)</text>"
     )
     return head + "".join(parts) + "</svg>\n"

@@ -114,5 +114,15 @@ def test_it_does_not_lose_to_lru_and_nobody_exceeds_the_bounds(loops):
         assert hits["lru"] <= hits["worth"] <= bound <= ideal
 
 
+def test_a_shared_prefix_that_nobody_hinted_at_hits_at_the_third_sighting():
+    cache = Cache(K3, 10**12, "worth", "planner")
+    hits = []
+    for i in range(4):
+        blocks = (0, 1, 2, *range(10 * i + 10, 10 * i + 16))
+        request = Request(time_ms=1_000 * i, prompt_tokens=9 * 512 + 5, output_tokens=1, blocks=blocks)
+        hits.append(cache.serve(request))
+    assert hits == [0, 0, 3 * 512, 3 * 512]
+
+
 def test_equal_seeds_make_equal_traces():
     assert tool_loops(1, num_requests=50) == tool_loops(1, num_requests=50) != tool_loops(2, num_requests=50)
