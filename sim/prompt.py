@@ -39,8 +39,7 @@ class PromptRun:
         )
         self.holding = yield from worker.memory.reserve(want, ADMISSION_WAIT_MS)
         if self.holding.found is not None:
-            self.cached = worker.memory.take(self.holding)
-            worker.world.counts["device_hits"] += 1
+            yield from self._take()
         elif prompt.hits:
             yield from self._fetch(want)
         if self.cached:
@@ -57,9 +56,33 @@ class PromptRun:
                 self.worker.quarantine(holding, landing)
                 holding.drop()
                 self.holding = None
-        if self.holding is None:
-            want = replace(want, hashes=())
-            self.holding = yield from self.worker.memory.reserve(want, ADMISSION_WAIT_MS)
+        if self.holding is None or not self.cached:
+            yield from self._fall_back(want)
+
+    def _fall_back(self, want: Want) -> Steps:
+        """A hit that could not be fetched: what is kept here, however shallow, or else nothing."""
+        memory = self.worker.memory
+        if self.holding is not None:
+            if not memory.bundles.depth(want.hashes):
+                return
+            holding, self.holding = self.holding, None
+            holding.drop()
+        self.holding = yield from memory.reserve(replace(want, blocks_min=1), ADMISSION_WAIT_MS)
+        if self.holding.found is not None:
+            self.worker.world.counts["fell_back_to_kept"] += 1
+            yield from self._take()
+
+    def _take(self) -> Steps:
+        """A bundle kept here: its rows are shared as they are, its snapshot is copied."""
+        memory, holding = self.worker.memory, self.holding
+        assert holding is not None
+        try:
+            yield self.worker.rng.random()  # beside the loop, where it is large
+        except GeneratorExit:
+            memory.untake(holding)
+            raise
+        self.cached = memory.take(holding)
+        self.worker.world.counts["device_hits"] += 1
 
     def submit(self, *, hold: bool) -> None:
         assert self.holding is not None
