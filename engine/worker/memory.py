@@ -83,10 +83,6 @@ class Holding:
             self._memory.give_back(self)
 
     @property
-    def block_bytes(self) -> int:
-        return self._memory.block_bytes
-
-    @property
     def nbytes(self) -> int:
         return self._memory.block_bytes * len(self.reservation.blocks) + self._memory.slot_bytes
 

@@ -58,12 +58,6 @@ class PromptRun:
         """The next events, at least one step's; snapshots are kept aside. Raises: what failed the sequence."""
         return await self.turn.events()
 
-    def hash_ahead(self, tokens: int) -> None:
-        """Hash the blocks that `tokens` have filled while later chunks still run, when it is worth a hand-over."""
-        end = tokens // self._runner.block_tokens
-        if self.turn.sums.worth_starting(end):
-            self._runner.spawn(self._hash(end))
-
     async def spans(self, first: int, end: int) -> list[common_pb2.Span]:
         """Blocks [first, end) with their checksums; none of them may change any more."""
         return await self.turn.sums.spans(first, end)
@@ -93,9 +87,6 @@ class PromptRun:
         """Nobody waits for events any more. Memory follows when the engine is done with it."""
         self.turn.close()
         self.holding.drop()
-
-    async def _hash(self, end: int) -> None:
-        await self.turn.sums.spans(0, end)
 
 
 class PromptRunner:

@@ -8,7 +8,6 @@ from collections.abc import Awaitable, Callable, Sequence
 from engine.worker.memory import Extent, Holding
 from moonrelay.stubs.v1 import common_pb2
 
-AHEAD_BYTES = 4 << 20  # about 0.1 ms of hashing: below it a hand-over to a thread costs more than the work
 Checked = Callable[[Sequence[Extent]], Awaitable[list[common_pb2.Span]]]
 
 
@@ -36,8 +35,3 @@ class BlockSums:
                 extents = [self._holding.rows(index, index + 1)[0] for index in missing]
                 self._spans.update(zip(missing, await self._checked(extents), strict=True))
         return [self._spans[index] for index in range(first, end)]
-
-    def worth_starting(self, end: int) -> bool:
-        """Whether enough of [0, end) waits for its checksum to hash it while later blocks are computed."""
-        missing = end - sum(index < end for index in self._spans)
-        return not self._lock.locked() and missing * self._holding.block_bytes >= AHEAD_BYTES
