@@ -79,8 +79,9 @@ class CacheIndex:
         a second where nothing was ever known under this root.
 
         `hashes`: the prompt's full blocks, in order; a prompt has at least one token. `nodes` and `workers`: all that
-        are alive; other owners count as dead. Where two nodes have the same run the first in order gives it, so a
-        caller that shuffles them spreads the reads over replicas. `workers` are never part of a hit.
+        are alive; other owners count as dead. Where two nodes have the same run, the first in order that has it in
+        memory gives it, so a caller that shuffles them spreads the reads over replicas. `workers` are never part of a
+        hit.
         """
         limit = (prompt_tokens - 1) // self._block_tokens
         usable, lives = hashes[:limit], [*nodes, *workers]

@@ -255,13 +255,19 @@ class _Lookup:
         runs: list[tuple[int, int, int]] = []
         at = 0
         while at < self._total and len(runs) < RUNS_MAX:
-            ends = [(self._reach(self._names[n], at, self._total), -n) for n in range(self._num_nodes) if n != skip]
-            best, owner = max(ends, default=(at, 0))
+            ends = [(self._reach(self._names[n], at, self._total), n) for n in range(self._num_nodes) if n != skip]
+            best, _, owner = max(
+                ((end, self._warm(n, end - 1), -n) for end, n in ends if end > at), default=(at, 0, 0)
+            )
             if best == at:
                 break
             runs.append((-owner, at, best))
             at = best
         return runs, at
+
+    def _warm(self, n: int, i: int) -> bool:
+        block = self._block(self._names[n], i)
+        return block is not None and block.entry.tier == "host"
 
     def _known(self, i: int) -> bool:
         here = any(self._block(name, i) is not None for name in (*self._names, *self._dead))

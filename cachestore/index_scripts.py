@@ -79,14 +79,21 @@ for _, name in ipairs(redis.call('SMEMBERS', KEYS[1])) do
   if not live[name] then dead[#dead + 1] = name end
 end
 
--- At each place the node whose run goes on the longest: the fewest runs. `skip`: as if that node were not there.
+-- At each place the node whose run goes on the longest: the fewest runs; of equal ones the first that has its end in
+-- memory. `skip`: as if that node were not there.
+local function warm(n, i)
+  local found = entry(names[n], i)
+  return found and found[2] == 'host'
+end
 local function cover(skip)
   local runs, at = {}, 0
   while at < total and #runs < runs_max do
     local best, owner = at, 0
     for n = 1, num_nodes do
       local stop = n ~= skip and reach(names[n], at, total) or at
-      if stop > best then best, owner = stop, n end
+      if stop > best or (owner > 0 and stop == best and warm(n, stop - 1) and not warm(owner, stop - 1)) then
+        best, owner = stop, n
+      end
     end
     if owner == 0 then break end
     runs[#runs + 1] = {owner, at, best}

@@ -282,6 +282,9 @@ def test_a_replica_is_an_alternative_of_its_own(valkey: LocalValkey) -> None:
         assert offered == [(5 * 64, {"x"}), (5 * 64, {"y"}), (2 * 64, {"x"})]
         swapped = await both.match(hashes[:5], 5 * BLOCK_TOKENS + 1, nodes[::-1])
         assert {r.node_id for r in swapped.runs} == {"y"}  # equal runs: the order given decides
+        await both.write(nodes[1], entries(hashes, range(5), tier="disk"))
+        swapped = await both.match(hashes[:5], 5 * BLOCK_TOKENS + 1, nodes[::-1])
+        assert {r.node_id for r in swapped.runs} == {"x"}  # unless one of them has it in memory
 
     with_both(valkey.url, check)
 
