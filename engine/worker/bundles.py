@@ -137,21 +137,16 @@ class Bundles:
     def evict(
         self, *, blocks: int, slots: int, free_block: Callable[[int], bool], free_slot: Callable[[int], bool]
     ) -> Evicted | None:
-        """Give up as many blocks and slots; only those count, and go, that nobody else holds (`free_*`).
+        """Give up as many blocks and slots; only those count that nobody else holds (`free_*`). Others go only where
+        what they rest on could not go before them.
 
         None, and nothing is given up, where there are not so many.
         """
-        fallen: dict[bytes, int] = {}  # hash -> children that go
-        chosen: list[_Kept] = []
-        freed_slots = 0
-        for kept in self._kept.values():
-            if len(chosen) >= blocks:
-                break
-            if kept.children == fallen.get(kept.hash, 0) and free_block(kept.block):
-                chosen.append(kept)
-                freed_slots += kept.slot is not None and free_slot(kept.slot)
-                if kept.parent is not None:
-                    fallen[kept.parent.hash] = fallen.get(kept.parent.hash, 0) + 1
+        chosen = self._choose(blocks, free_block, busy_too=False)
+        if sum(free_block(kept.block) for kept in chosen) < blocks:
+            chosen = self._choose(blocks, free_block, busy_too=True)
+        freed_blocks = sum(free_block(kept.block) for kept in chosen)
+        freed_slots = sum(kept.slot is not None and free_slot(kept.slot) for kept in chosen)
         bare: list[_Kept] = []
         going = {kept.hash for kept in chosen}
         for slot, kept in self._slots.items():
@@ -160,7 +155,7 @@ class Bundles:
             if kept.hash not in going and free_slot(slot):
                 bare.append(kept)
                 freed_slots += 1
-        if len(chosen) < blocks or freed_slots < slots:
+        if freed_blocks < blocks or freed_slots < slots:
             return None
         out = Evicted()
         for kept in (*bare, *chosen):
@@ -188,6 +183,21 @@ class Bundles:
             if kept.parent is not None and kept.parent.hash in seen:
                 raise InvariantError("a block is older than one that rests on it")
             seen.add(kept.hash)
+
+    def _choose(self, blocks: int, free_block: Callable[[int], bool], *, busy_too: bool) -> list[_Kept]:
+        """The oldest, each before what it rests on, until `blocks` of them are free."""
+        fallen: dict[bytes, int] = {}  # hash -> children that go
+        chosen: list[_Kept] = []
+        for kept in self._kept.values():
+            if blocks <= 0:
+                break
+            free = free_block(kept.block)
+            if kept.children == fallen.get(kept.hash, 0) and (free or busy_too):
+                chosen.append(kept)
+                blocks -= free
+                if kept.parent is not None:
+                    fallen[kept.parent.hash] = fallen.get(kept.parent.hash, 0) + 1
+        return chosen
 
     def _path(self, hashes: Sequence[bytes]) -> list[_Kept]:
         path = []

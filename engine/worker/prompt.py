@@ -151,10 +151,10 @@ class PromptRunner:
         else:
             self._drop(taken)
 
-    def write_back(self, turn: Turn) -> None:
+    def write_back(self, turn: Turn) -> asyncio.Task[None]:
         """Offer what a turn adds to its prompt, once the engine has ended it, beside everything else."""
         turn.holding.share()
-        self.spawn(self._background(self._write_back(turn)))
+        return self.spawn(self._background(self._write_back(turn)))
 
     def quarantine(self, holding: Holding, ended: Awaitable[object], then: Callable[[], None] | None = None) -> None:
         """Keep `holding` from everybody until `ended`: a read of ours may still write into it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -90,6 +91,7 @@ class Turn:
         self.sums = BlockSums(holding, runner.checked)
         self.submitted = self._failed = False
         self.finished: Finished | None = None
+        self._writing: asyncio.Task[None] | None = None
         self._runner = runner
         self._stream = EventStream(runner.discard)
 
@@ -102,13 +104,17 @@ class Turn:
         """The next events, at least one step's; snapshots are kept aside. Raises: what failed the sequence."""
         return self._hear(await self._stream.batch(), heard=True)
 
+    async def landed(self, patience_s: float) -> None:
+        """Write the finished turn back now, and wait for the cache to have it, but not longer than `patience_s`: a
+        client whose next turn comes at once then finds it."""
+        self._write_back()
+        if self._writing is not None:
+            await asyncio.wait({self._writing}, timeout=patience_s)
+
     def close(self) -> None:
         """Nobody waits for events any more: write back what is worth it, beside everything; give up the rest."""
-        if self.prompt is not None and self.submitted and self.ids and not self._failed:
-            if self.finished is None:
-                self._runner.engine.cancel(self.engine_id)
-            self._runner.write_back(self)
-        else:
+        self._write_back()
+        if self._writing is None:
             self.end()
 
     async def ended(self) -> None:
@@ -144,6 +150,12 @@ class Turn:
         taken = [s for s in self.snapshots if tokens_max is None or s.tokens <= tokens_max]
         self.snapshots = [s for s in self.snapshots if s not in taken]
         return taken
+
+    def _write_back(self) -> None:
+        if self._writing is None and self.prompt is not None and self.submitted and self.ids and not self._failed:
+            if self.finished is None:
+                self._runner.engine.cancel(self.engine_id)
+            self._writing = self._runner.write_back(self)
 
     def _hear(self, arrived: list[EngineEvent], *, heard: bool) -> list[EngineEvent]:
         events: list[EngineEvent] = []

@@ -118,19 +118,23 @@ class Book(RuleBasedStateMachine):
 
     def _expected(self, blocks: int, slots: int, busy_blocks: set[int], busy_slots: set[int]):
         """Names of blocks and snapshots that go, taken out one at a time; None where there are too few."""
-        left = Naive(dict(self.naive.blocks), dict(self.naive.slots), list(self.naive.order), [])
-        gone, freed = [], 0
-        for name in self.naive.order:
-            if len(gone) < blocks and left.leaf(name) and left.blocks[name] not in busy_blocks:
-                del left.blocks[name]
-                gone.append(name)
-                freed += name in left.slots and left.slots[name] not in busy_slots
+        for take_busy in (False, True):
+            left, gone, want = Naive(dict(self.naive.blocks)), [], blocks
+            for name in self.naive.order:
+                busy = self.naive.blocks[name] in busy_blocks
+                if want > 0 and left.leaf(name) and (take_busy or not busy):
+                    del left.blocks[name]
+                    gone.append(name)
+                    want -= not busy
+            if want <= 0:
+                break
+        freed = sum(n in self.naive.slots and self.naive.slots[n] not in busy_slots for n in gone)
         bare = []
         for name in self.naive.slot_order:
             if freed < slots and name not in gone and self.naive.slots[name] not in busy_slots:
                 bare.append(name)
                 freed += 1
-        return None if len(gone) < blocks or freed < slots else (gone, bare)
+        return None if want > 0 or freed < slots else (gone, bare)
 
     def _took(self, out, want) -> None:
         assert (out is None) == (want is None)

@@ -74,9 +74,10 @@ class Worker(RuleBasedStateMachine):
         except Overloaded:
             self.memory.clear()
             try:
-                self.engine.ledger.reserve(tokens, rolling=write_back)
+                probe = self.engine.ledger.reserve(tokens, rolling=write_back)
             except Overloaded:
                 return
+            self.engine.release(probe)
             raise AssertionError("refused although kept memory would have made room") from None
         found = holding.found
         assert holding.reservation.shared == (len(found.blocks) if found else 0)
