@@ -183,7 +183,7 @@ def remainder_not_counted() -> Iterator[None]:
         yield
 
 
-@planted("sightings")
+@planted("sightings", calm=True)
 @contextmanager
 def hints_forgotten() -> Iterator[None]:
     """The planner keeps no state at the end of the system and tool declarations."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from sim.faults import Fault
-from sim.scenario import Scenario, scenario, struck_by
+from sim.scenario import CALM_EVERY, Scenario, scenario, struck_by
 
 Patch = Callable[[], Any]  # a context manager
 
@@ -17,7 +17,8 @@ Patch = Callable[[], Any]  # a context manager
 class Bug:
     """`invariants`: what may find it, by name; `seeds`: within how many runs it must be found.
 
-    `fault`: without it the bug shows too rarely to wait for; runs with the bug have just this one.
+    `fault`: without it the bug shows too rarely to wait for; runs with the bug have just this one. `calm`: it shows
+    in calm runs alone.
     """
 
     about: str
@@ -25,8 +26,11 @@ class Bug:
     patch: Patch
     seeds: int
     fault: Fault | None
+    calm: bool
 
     def scenario(self, seed: int) -> Scenario:
+        if self.calm:
+            return scenario(seed * CALM_EVERY)
         return scenario(seed) if self.fault is None else struck_by(seed, self.fault)
 
 
@@ -44,12 +48,14 @@ def patched(owner: Any, name: str, value: Any) -> Iterator[None]:
         setattr(owner, name, before)
 
 
-def planted(*invariants: str, seeds: int = 150, fault: Fault | None = None) -> Callable[[Patch], Patch]:
+def planted(
+    *invariants: str, seeds: int = 150, fault: Fault | None = None, calm: bool = False
+) -> Callable[[Patch], Patch]:
     """Registers a context manager under its own name; its docstring says what the bug is."""
 
     def register(patch: Patch) -> Patch:
         about = (patch.__doc__ or "").strip()
-        BUGS[patch.__name__] = Bug(about, frozenset(invariants), patch, seeds, fault)
+        BUGS[patch.__name__] = Bug(about, frozenset(invariants), patch, seeds, fault, calm)
         return patch
 
     return register

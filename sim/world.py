@@ -147,7 +147,8 @@ class Process:
 
     def after(self, ms: float, work: Callable[..., None], *args: Any) -> None:
         """Do `work` after `ms` of this process's clock."""
-        self.world.at(self.world.now + max(ms, 0) / self.clock_rate, self, work, *args)
+        world = self.world
+        world.at(world.now + ms / self.clock_rate if ms > 0 else world.now, self, work, *args)
 
     def spawn(self, gen: Steps, name: str) -> Task:
         task = Task(self, gen, name)
@@ -237,7 +238,8 @@ class World:
             if not self._queue or self._queue[0][0] > until:
                 break
             time, _, process, work, args = heappop(self._queue)
-            self.now = max(self.now, time)
+            if time > self.now:
+                self.now = time
             self._do(process, work, args)
         self.now = max(self.now, until)
 

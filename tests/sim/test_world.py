@@ -16,7 +16,7 @@ from sim.faults import KINDS, PHASES, ROLES, STORMS, STRIKES, Fault
 from sim.scenario import Outcome, run, scenario, struck_by
 
 ROOT = Path(__file__).resolve().parents[2]
-SAMPLE = 100
+SAMPLE = 70
 pytestmark = pytest.mark.sim
 
 
