@@ -127,6 +127,7 @@ class NodeMachine(RuleBasedStateMachine):
         self.offers: dict[Key, Offer] = {}
         self.landing: list[Key] = []
         self.leaving: list[Key] = []
+        self.restored: set[Key] = set()  # they go first, useful or not
         self.quarantined: list[tuple[int, list[tuple[int, Extent]]]] = []
         self.leases: dict[str, Lease] = {}
         self.promised: list[tuple[int, Extent]] = []  # until when (ms), which range
@@ -198,10 +199,25 @@ class NodeMachine(RuleBasedStateMachine):
             for extent in extents:
                 self.promised.remove((lease.expires_ms + GRACE_MS, extent))
 
+    def useless(self) -> set[Key]:
+        """Visible blocks under which there is nothing, and that no promise covers."""
+        visible = self.core.visible()
+        held_up = {self.offers[k].parent for k in (*visible, *self.landing)}
+        covered = {extent.offset for until_ms, extent in self.promised if until_ms > self.now_ms}
+        return {
+            key
+            for key, regions in visible.items()
+            if key.kind == BLOCK and key not in held_up and not covered & {r.offset for r in regions}
+        }
+
     @rule(nbytes=st.integers(1, 40_000))
     def evict(self, nbytes: int) -> None:
-        before = self.core.stats()
+        before, useless = self.core.stats(), self.useless()
         found = self.core.victims(nbytes, self.now_ms)
+        useful = [
+            k for k in found if k.kind == SNAPSHOT and k not in self.restored and self.offers[k].parent in found
+        ]
+        assert not useful or useless <= set(found), "a block that serves nobody outlived a snapshot with its blocks"
         for victim in found:
             rests = [k for k, o in self.offers.items() if o.parent == victim and k in self.core.visible()]
             assert not rests, "an entry went before what rests on it"
@@ -212,6 +228,7 @@ class NodeMachine(RuleBasedStateMachine):
     @rule(told=st.booleans())
     def index_answers(self, told: bool) -> None:
         (self.core.reclaim if told else self.core.restore)(self.leaving)
+        self.restored |= set() if told else set(self.leaving)
         self.leaving = []
 
     @rule(passed_ms=st.integers(0, 4_000))
