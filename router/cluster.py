@@ -15,6 +15,7 @@ from redis.asyncio import Redis
 from cachestore.index import CacheIndex, Tenant
 from moonrelay.ids import InstanceId, PrefixHash
 from moonrelay.membership import Member, Membership
+from moonrelay.pairing import Misfit, unfit
 from moonrelay.prefix import Fingerprint
 from moonrelay.stubs.v1 import common_pb2
 from moonrelay.valkey import FAILURES, raise_if_cancelled
@@ -32,12 +33,33 @@ class MemberFleet:
         self._membership = membership
         self._tokenizer_revision = tokenizer_revision
         self._known: dict[WorkerKey, Worker | None] = {}  # None: not ours to use
+        self._pairs: dict[tuple[WorkerKey, WorkerKey], Misfit | None] = {}  # prefill and decode
 
     def workers(self) -> Sequence[Worker]:
         """Ready workers, with the load they last reported."""
         members = [m for role in ROLES for m in self._membership.members(role) if m.state == "ready"]
         found = [(self._worker(member), member.load.waiting + member.load.running) for member in members]
-        return [replace(worker, busy=busy) for worker, busy in found if worker is not None]
+        return [
+            replace(worker, busy=busy, misfits=self._misfits(worker)) for worker, busy in found if worker is not None
+        ]
+
+    def _misfits(self, worker: Worker) -> frozenset[WorkerKey]:
+        """The prefill workers with which this one can never work; each is said once."""
+        reader = self._membership.find(worker.instance_id, worker.epoch)
+        if worker.role != "decode" or reader is None:
+            return frozenset()
+        found = set()
+        for owner in self._membership.members("prefill"):
+            key = (InstanceId(owner.instance_id), owner.epoch)
+            pair = (key, worker.key)
+            if pair not in self._pairs:
+                self._pairs[pair] = unfit(owner, reader)
+                if self._pairs[pair] is not None:
+                    names = {"prefill": owner.instance_id, "decode": reader.instance_id}
+                    log.error("workers cannot hand over to each other", extra={**names, "reason": self._pairs[pair]})
+            if self._pairs[pair] is not None:
+                found.add(key)
+        return frozenset(found)
 
     def present(self) -> Set[WorkerKey] | None:
         if self._membership.stale_since is not None:

@@ -34,7 +34,7 @@ class Worker:
     """A routable instance as membership shows it.
 
     `state_bytes` and `row_bytes` (per token) price a handoff; `busy` counts sequences of all routers, as the worker
-    last reported them.
+    last reported them; `misfits`: prefill workers whose handoffs this decode worker can never adopt.
     """
 
     instance_id: InstanceId
@@ -47,6 +47,7 @@ class Worker:
     state_bytes: int = 0
     row_bytes: int = 0
     busy: int = 0
+    misfits: frozenset[WorkerKey] = frozenset()
 
     @property
     def key(self) -> WorkerKey:
@@ -120,11 +121,22 @@ class Plan:
 
 
 def serving(workers: Iterable[Worker]) -> list[Fingerprint]:
-    """The fingerprints for which a whole path exists: an aggregated worker, or a prefill and a decode worker."""
-    roles: dict[Fingerprint, set[str]] = {}
-    for worker in workers:
-        roles.setdefault(worker.fingerprint, set()).add(worker.role)
-    return [found for found, has in roles.items() if "aggregated" in has or {"prefill", "decode"} <= has]
+    """The fingerprints for which a whole path exists: an aggregated worker, or a prefill and a decode that fit."""
+    able = list(workers)
+    alone = [w.fingerprint for w in able if w.role == "aggregated"]
+    return list(dict.fromkeys((*alone, *(decode.fingerprint for _, decode in _pairs(able)))))
+
+
+def _pairs(workers: Sequence[Worker]) -> list[tuple[Worker, Worker]]:
+    """The prefill and decode workers that can hand over to each other."""
+    decodes = [w for w in workers if w.role == "decode"]
+    return [
+        (prefill, decode)
+        for prefill in workers
+        if prefill.role == "prefill"
+        for decode in decodes
+        if decode.fingerprint == prefill.fingerprint and prefill.key not in decode.misfits
+    ]
 
 
 def choose(
@@ -142,13 +154,7 @@ def choose(
     """
     able = [w for w in workers if w.key not in avoid and (fingerprint is None or w.fingerprint == fingerprint)]
     alone = [Plan(prefill=None, decode=w) for w in able if w.role == "aggregated"]
-    pairs = [
-        Plan(prefill=p, decode=d)
-        for p in able
-        if p.role == "prefill"
-        for d in able
-        if d.role == "decode" and d.fingerprint == p.fingerprint
-    ]
+    pairs = [Plan(prefill=prefill, decode=decode) for prefill, decode in _pairs(able)]
     prices = [(price_s(plan, loads, need, costs), plan) for plan in alone or pairs]
     if not prices:
         return None

@@ -52,16 +52,11 @@ class Handover:
     """What the two halves of an attempt tell each other, prefill first."""
 
     def __init__(self) -> None:
-        self.source: asyncio.Future[worker_pb2.AdoptRequest] = asyncio.get_running_loop().create_future()
+        self.opened: asyncio.Future[worker_pb2.HandoffOpened] = asyncio.get_running_loop().create_future()
         self.first_taken = asyncio.Event()  # the client has prefill's token: decode's may follow
         self.complete = False  # prefill has done its part; from now on decode's silence counts
         self.clock: asyncio.Timeout | None = None  # of decode's silence, while its stream is heard
         self.decoding: asyncio.Task[None] | None = None
-
-    def open(self, **source: Any) -> None:
-        """What decode is to adopt; the first word counts."""
-        if not self.source.done():
-            self.source.set_result(worker_pb2.AdoptRequest(**source))
 
 
 class Legs:
@@ -141,7 +136,7 @@ class Legs:
             match event.WhichOneof("event"):
                 case "opened":
                     leg.handoff = (event.opened.handoff_id, event.opened.fence)
-                    handover.open(opened=event.opened)
+                    handover.opened.set_result(event.opened)
                 case "first_token":
                     self._note_prefilled(turn, leg, event.first_token.cache, time.perf_counter() - began)
                     await turn.take([event.first_token.token])
@@ -149,10 +144,6 @@ class Legs:
                 case "handoff":
                     if event.handoff.HasField("finish_reason"):
                         turn.end(event.handoff.finish_reason)
-                    else:
-                        manifest = event.handoff.manifest
-                        leg.handoff = (manifest.handoff_id, manifest.fence)
-                        handover.open(manifest=manifest)
                     return True
             return False
 
@@ -174,12 +165,13 @@ class Legs:
         """Let decode pull and adopt the handoff, and stream what it generates."""
         if leg.reservation_id is None:
             await self.reserve(turn, leg, worker)
-        request = await handover.source
-        assert leg.reservation_id is not None
-        request.request_id, request.reservation_id = leg.work_id, leg.reservation_id
-        request.sampling.CopyFrom(leg.sampling)
-        if leg.lookup.writeback:
-            request.writeback.CopyFrom(turn_writeback(turn, leg.lookup))
+        request = worker_pb2.AdoptRequest(
+            request_id=leg.work_id,
+            reservation_id=leg.reservation_id,
+            sampling=leg.sampling,
+            opened=await handover.opened,
+            writeback=turn_writeback(turn, leg.lookup) if leg.lookup.writeback else None,
+        )
         began = time.perf_counter()
 
         async def hear(event: worker_pb2.DecodeEvent) -> bool:

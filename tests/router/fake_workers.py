@@ -101,7 +101,6 @@ class FakeWorker:
     reservations: set[str] = field(default_factory=set)
     handoffs: dict[str, Sequence[int]] = field(default_factory=dict)
     cancelled: int = 0
-    opens: bool = True  # prefill: lets decode follow the handoff from its beginning
     late_first_token: asyncio.Event | None = None
     frozen: bool = False  # answers nothing
     withdrawn: bool = False  # decode: is told by prefill that there is nothing to adopt
@@ -198,9 +197,8 @@ class FakePrefill(worker_pb2_grpc.PrefillWorkerServicer):
         try:
             handoff_id = f"{worker.name}-{worker.epoch}-h{len(worker.calls)}"
             worker.model.handoffs[handoff_id] = pulled = asyncio.get_running_loop().create_future()
-            if worker.opens:
-                opened = worker_pb2.HandoffOpened(handoff_id=handoff_id, source_address=worker.address)
-                yield worker_pb2.PrefillEvent(opened=opened)
+            opened = worker_pb2.HandoffOpened(handoff_id=handoff_id, source_address=worker.address)
+            yield worker_pb2.PrefillEvent(opened=opened)
             yield worker_pb2.PrefillEvent(progress=worker_pb2.PrefillProgress(tokens_done=1))
             if worker.hold_after == -1:
                 worker.holding.set()
@@ -227,10 +225,6 @@ class FakePrefill(worker_pb2_grpc.PrefillWorkerServicer):
             ready.finish_reason = reason
         else:
             worker.handoffs[handoff_id] = list(request.prompt_ids) + ids[:1]
-            ready.manifest.handoff_id = handoff_id
-            ready.manifest.tokens_in_state = len(request.prompt_ids)
-            ready.manifest.next_token = ids[0]
-            ready.manifest.source_address = worker.address
         yield worker_pb2.PrefillEvent(handoff=ready)
 
     async def ReleaseHandoff(self, request, context):
@@ -262,7 +256,6 @@ class FakeDecode(worker_pb2_grpc.DecodeWorkerServicer):
     async def Adopt(self, request, context):
         worker = self.worker
         await worker.enter("Adopt", request, context)
-        source = request.opened if request.HasField("opened") else request.manifest
         sampling = common_pb2.Sampling()
         sampling.CopyFrom(request.sampling)
         sampling.max_tokens -= 1
@@ -272,7 +265,7 @@ class FakeDecode(worker_pb2_grpc.DecodeWorkerServicer):
             words = (("moonrelay-code", "handoff_refused"), ("moonrelay-reason", "withdrawn"))
             await context.abort(grpc.StatusCode.UNAVAILABLE, "withdrawn", words)
         try:
-            prompt = await worker.model.handoffs[source.handoff_id]
+            prompt = await worker.model.handoffs[request.opened.handoff_id]
             ids, reason = worker.model.next_ids(prompt, sampling)
             adopted = worker_pb2.Adopted(bytes=1_000, transport="tcp", pull_seconds=0.5, held_tokens=64)
             yield worker_pb2.DecodeEvent(adopted=adopted)

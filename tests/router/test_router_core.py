@@ -56,6 +56,9 @@ def test_a_path_needs_both_roles_of_one_fingerprint():
     assert serving([P0, D0, replace(D1, fingerprint=other)]) == [fingerprint()]
     assert serving([replace(A0, fingerprint=other)]) == [other]
     assert choose([P0, replace(D0, fingerprint=other)], {}, NEED) is None
+    apart = replace(D0, misfits=frozenset({P0.key}))
+    assert serving([P0, apart]) == [] and choose([P0, apart], {}, NEED) is None
+    assert names(choose([P0, P1, apart], {}, NEED)) == ("p1", "d0")
     assert names(choose([P0, replace(D0, fingerprint=other), D1], {}, NEED)) == ("p0", "d1")
 
 

@@ -35,15 +35,6 @@ async def test_decodes_tokens_wait_for_prefills_first():
         await c.idle()
 
 
-@in_loop
-async def test_a_handoff_that_is_complete_at_once_is_adopted_as_well():
-    async with cluster() as c:
-        counting(c)
-        c.workers["prefill-0"].opens = False
-        assert text_of(await c.stream("/v1/completions", completion_request())) == WHAT
-        assert c.workers["decode-0"].requests("Adopt")[0].HasField("manifest")
-
-
 @pytest.mark.parametrize("limit", [1, 4])
 @in_loop
 async def test_decode_may_end_before_prefill_says_that_it_has(limit):

@@ -178,6 +178,10 @@ async def test_the_view_becomes_workers(redis_url):
         first, second = fleet.workers()
         assert (first.role, second.role, second.busy, second.host_id) == ("prefill", "decode", 5, "here")
         assert first.state_bytes == 4 * 3 * (2 * 4 * 5 + 3 * 2 * (2 * 4 + 5)) and first.row_bytes == 4 * 2 * 10
+        assert second.misfits == frozenset()
+        other.update(layout={**LAYOUT, "num_heads": 4})
+        assert await watching.wait_for(lambda m: m.members("decode")[0].layout["num_heads"] == 4, float("inf"))
+        assert MemberFleet(watching, "t1").workers()[1].misfits == {first.key}
         other.update(state="draining")
         await fleet.changed(asyncio.get_running_loop().time() + 5)
         assert [worker.role for worker in fleet.workers()] == ["prefill"]
