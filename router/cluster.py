@@ -39,9 +39,7 @@ class MemberFleet:
         """Ready workers, with the load they last reported."""
         members = [m for role in ROLES for m in self._membership.members(role) if m.state == "ready"]
         found = [(self._worker(member), member.load.waiting + member.load.running) for member in members]
-        return [
-            replace(worker, busy=busy, misfits=self._misfits(worker)) for worker, busy in found if worker is not None
-        ]
+        return [replace(one, busy=busy, misfits=self._misfits(one)) for one, busy in found if one is not None]
 
     def _misfits(self, worker: Worker) -> frozenset[WorkerKey]:
         """The prefill workers with which this one can never work; each is said once."""
@@ -95,6 +93,7 @@ def worker_of(member: Member, tokenizer_revision: str) -> Worker | None:
     fingerprint = member.fingerprint
     if fingerprint is None or fingerprint.tokenizer_revision != tokenizer_revision:
         return None
+    state_bytes, row_bytes = handoff_bytes(member.layout)
     return Worker(
         instance_id=InstanceId(member.instance_id),
         epoch=member.epoch,
@@ -103,20 +102,19 @@ def worker_of(member: Member, tokenizer_revision: str) -> Worker | None:
         host_id=common_pb2.Peer.FromString(member.peer).host_id,
         fingerprint=fingerprint,
         context_len=member.max_context,
-        **handoff_bytes(member.layout),
+        state_bytes=state_bytes,
+        row_bytes=row_bytes,
     )
 
 
-def handoff_bytes(layout: Mapping[str, int] | None) -> dict[str, int]:
+def handoff_bytes(layout: Mapping[str, int] | None) -> tuple[int, int]:
     """What a handoff moves: the state whatever the length, and each token's rows."""
     if layout is None:
-        return {}
+        return 0, 0
     recurrent = layout["num_heads"] * layout["key_dim"] * layout["value_dim"]
     conv = layout["conv_history"] * layout["num_heads"] * (2 * layout["key_dim"] + layout["value_dim"])
-    return {
-        "state_bytes": FLOAT_BYTES * layout["num_kda_layers"] * (recurrent + conv),
-        "row_bytes": FLOAT_BYTES * layout["num_mla_layers"] * layout["row_width"],
-    }
+    state = FLOAT_BYTES * layout["num_kda_layers"] * (recurrent + conv)
+    return state, FLOAT_BYTES * layout["num_mla_layers"] * layout["row_width"]
 
 
 class ClusterIndex:

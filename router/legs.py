@@ -136,7 +136,8 @@ class Legs:
             match event.WhichOneof("event"):
                 case "opened":
                     leg.handoff = (event.opened.handoff_id, event.opened.fence)
-                    handover.opened.set_result(event.opened)
+                    if not handover.opened.done():
+                        handover.opened.set_result(event.opened)
                 case "first_token":
                     self._note_prefilled(turn, leg, event.first_token.cache, time.perf_counter() - began)
                     await turn.take([event.first_token.token])
