@@ -9,10 +9,10 @@ import grpc
 
 from decode.manifest import refused
 from decode.reader import Identity, Reader
-from engine.api import EngineEvent, Finished, SequenceSpec, TokenSampled
+from engine.api import Finished, SequenceSpec, TokenSampled
 from engine.worker.prompt import PromptRunner
 from engine.worker.service import Gate
-from engine.worker.turn import turn_prompt
+from engine.worker.turn import Turn, turn_prompt
 from engine.worker.wire import (
     FINISH,
     after_first_token,
@@ -27,7 +27,7 @@ from moonrelay.prefix import HASH_BYTES
 from moonrelay.stubs.v1 import worker_pb2, worker_pb2_grpc
 
 Emit = Callable[[worker_pb2.DecodeEvent], Awaitable[None]]
-Events = Callable[[], Awaitable[list[EngineEvent]]]
+WRITE_BACK_PATIENCE_S = 0.05  # the end of a turn waits for its write-back; its tokens are out already
 
 
 class DecodeEdge(worker_pb2_grpc.DecodeWorkerServicer):
@@ -77,10 +77,12 @@ class DecodeEdge(worker_pb2_grpc.DecodeWorkerServicer):
 
     async def _adopt(self, request: worker_pb2.AdoptRequest, emit: Emit) -> None:
         """A handed-over request from its opening to its last token, in order."""
+        if not request.HasField("opened"):
+            raise InvalidRequest("expected the handoff that prefill opened", param="opened")
         sampling = after_first_token(sampling_from_wire(request.sampling))
-        opened = request.HasField("opened")
-        tokens = request.opened.prompt_tokens if opened else request.manifest.tokens_in_state
-        kept = turn_prompt(request, prompt_tokens=tokens, block_tokens=self._prompts.block_tokens)
+        kept = turn_prompt(
+            request, prompt_tokens=request.opened.prompt_tokens, block_tokens=self._prompts.block_tokens
+        )
         adoption = await self._reader.adopt(request)
         first = adoption.next_token
         turn = self._prompts.turn(request.request_id, adoption.holding, kept, (first,))
@@ -102,7 +104,7 @@ class DecodeEdge(worker_pb2_grpc.DecodeWorkerServicer):
                 after_manifest_seconds=adoption.after_manifest_seconds,
             )
             await emit(worker_pb2.DecodeEvent(adopted=adopted))
-            await self._stream(turn.events, emit)
+            await self._stream(turn, emit)
         finally:
             turn.close()
             self._reader.finish(request.reservation_id)
@@ -126,16 +128,14 @@ class DecodeEdge(worker_pb2_grpc.DecodeWorkerServicer):
                 self._prompts.store(run)
                 await emit(worker_pb2.DecodeEvent(cache=usage))
 
-            await self._stream(run.events, emit, first_token)
+            await self._stream(run.turn, emit, first_token)
 
-    async def _stream(
-        self, events: Events, emit: Emit, first_token: Callable[[], Awaitable[None]] | None = None
-    ) -> None:
+    async def _stream(self, turn: Turn, emit: Emit, first_token: Callable[[], Awaitable[None]] | None = None) -> None:
         """Send every token, those of one step together, then why the turn ended. Raises: what failed it."""
         count, last_s = 0, None
         while True:
             tokens, finished = worker_pb2.Tokens(), None
-            for event in await events():
+            for event in await turn.events():
                 match event:
                     case TokenSampled(token=token):
                         tokens.tokens.append(token_to_wire(token))
@@ -152,6 +152,7 @@ class DecodeEdge(worker_pb2_grpc.DecodeWorkerServicer):
             if finished is not None:
                 if finished.reason not in FINISH:
                     raise Unavailable("the engine is stopping")
+                await turn.landed(WRITE_BACK_PATIENCE_S)
                 end = worker_pb2.Finished(reason=FINISH[finished.reason], completion_tokens=count)
                 await emit(worker_pb2.DecodeEvent(finished=end))
                 return

@@ -21,7 +21,7 @@ from decode.manifest import Held, Mine, Refusal, Region, check_opened, refused
 from decode.metrics import ReaderMetrics
 from decode.owners import Owners
 from decode.parts import Wanted
-from decode.wire import held_to_wire, opened_from_wire, opened_of
+from decode.wire import held_to_wire, opened_from_wire
 from engine.worker.expiry import Expiry, now_ms
 from engine.worker.layers import layer_extents
 from engine.worker.memory import Holding
@@ -157,15 +157,11 @@ class Reader:
 
         Raises: HandoffRefused; the reservation is then released, or quarantined until our read has ended.
         """
-        source = request.opened if request.HasField("opened") else opened_of(request.manifest)
+        source, parts = request.opened, None
         pull = self._begin(request.reservation_id, source)
-        began_s, parts = time.monotonic(), None
         try:
-            if request.HasField("opened"):
-                parts = await self._owners.follow(source, held_to_wire(self._reserved[pull.reservation_id].held))
-                self._prompts.spawn(pull.inbox.collect(parts))
-            else:
-                pull.inbox.take(worker_pb2.HandoffPart(manifest=request.manifest))
+            parts = await self._owners.follow(source, held_to_wire(self._reserved[pull.reservation_id].held))
+            self._prompts.spawn(pull.inbox.collect(parts))
             await self._read_all(pull)
         except asyncio.CancelledError:
             if self.table.phase(pull.reservation_id) is Phase.FOLLOWING:
@@ -176,7 +172,7 @@ class Reader:
                 parts.cancel()
         self._move(pull.reservation_id, Event.COMPLETE)
         self._acknowledge(source)
-        return self._adopted(pull, began_s)
+        return self._adopted(pull)
 
     def _begin(self, reservation_id: str, source: worker_pb2.HandoffOpened) -> _Pull:
         """Accept what was opened. Raises: HandoffRefused."""
@@ -269,7 +265,7 @@ class Reader:
             reads.append(Read(_span(part.conv), (Slice(*conv),)))
         return reads
 
-    def _adopted(self, pull: _Pull, began_s: float) -> Adoption:
+    def _adopted(self, pull: _Pull) -> Adoption:
         manifest, reserved, now_s = pull.inbox.manifest, self._reserved[pull.reservation_id], time.monotonic()
         assert manifest is not None, "complete only after the manifest"
         held_blocks = 0 if reserved.held is None else reserved.held.num_blocks
@@ -282,7 +278,7 @@ class Reader:
             transport=pull.reports[-1].transport if pull.reports else "none",
             pull_seconds=sum(report.pull_seconds for report in pull.reports),
             verify_seconds=sum(report.verify_seconds for report in pull.reports),
-            after_manifest_seconds=now_s - max(began_s, pull.inbox.manifest_s),
+            after_manifest_seconds=now_s - pull.inbox.manifest_s,
         )
         self._metrics.pulled(adoption, pull.num_regions)
         return adoption

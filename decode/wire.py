@@ -23,7 +23,7 @@ def opened_from_wire(wire: worker_pb2.HandoffOpened) -> Opened:
 
 def manifest_from_wire(wire: worker_pb2.Manifest) -> Manifest:
     return Manifest(
-        opened=opened_from_wire(opened_of(wire)),
+        opened=_opened_of(wire),
         next_token=wire.next_token,
         sampler_position=wire.sampler_position,
         rows=[region(span) for span in wire.rows],
@@ -33,17 +33,18 @@ def manifest_from_wire(wire: worker_pb2.Manifest) -> Manifest:
     )
 
 
-def opened_of(wire: worker_pb2.Manifest) -> worker_pb2.HandoffOpened:
-    """What the manifest's handoff was opened as."""
-    return worker_pb2.HandoffOpened(
+def _opened_of(wire: worker_pb2.Manifest) -> Opened:
+    """What the manifest's handoff must have been opened as."""
+    return Opened(
         handoff_id=wire.handoff_id,
-        source=wire.source,
-        source_address=wire.source_address,
-        fence=wire.fence,
-        fingerprint=wire.fingerprint,
-        layout=wire.layout,
-        split=wire.split,
+        fingerprint=fingerprint_from_wire(wire.fingerprint),
+        layout=layout_from_wire(wire.layout),
+        split=_split(wire.split),
         prompt_tokens=wire.tokens_in_state,
+        instance_id=wire.source.instance_id,
+        epoch=wire.source.epoch,
+        pools={pool.id: pool.length for pool in wire.source.pools},
+        fence=wire.fence,
     )
 
 

@@ -98,7 +98,7 @@ class PrefillEdge(worker_pb2_grpc.PrefillWorkerServicer):
                 await emit(worker_pb2.PrefillEvent(first_token=first))
                 ready = worker_pb2.HandoffReady(transport_note=self._transport_note)
                 if reason is None:
-                    await self._publish(run, handoff, token.id, ready)
+                    await self._publish(run, handoff, token.id)
                 else:
                     ready.finish_reason = FINISH[reason]
             finally:
@@ -133,9 +133,7 @@ class PrefillEdge(worker_pb2_grpc.PrefillWorkerServicer):
                             raise InvariantError(f"state holds {consumed} of {len(run.prompt.ids)} prompt tokens")
                         return token, None if reason == "held" else reason
 
-    async def _publish(
-        self, run: PromptRun, handoff: Handoff, next_token: int, ready: worker_pb2.HandoffReady
-    ) -> None:
+    async def _publish(self, run: PromptRun, handoff: Handoff, next_token: int) -> None:
         """Checksum what is left, then lend everything: the lease runs from when the manifest is complete."""
         tokens = len(run.prompt.ids)
         self._layers.remove(handoff)
@@ -165,7 +163,6 @@ class PrefillEdge(worker_pb2_grpc.PrefillWorkerServicer):
             lease_ms=lease.lease_ms,
         )
         handoff.publish(manifest, held_blocks=first)
-        ready.manifest.CopyFrom(manifest)
 
     async def _follow(self, request: worker_pb2.FollowHandoffRequest, send: Send) -> None:
         """Every part of a handoff to its one follower, to the manifest or the withdrawal. Raises: HandoffRefused."""

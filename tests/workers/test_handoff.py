@@ -205,7 +205,7 @@ def test_a_turn_that_its_first_token_ends_hands_nothing_over(make_engine, backen
             [first, *_] = await world.aggregated(prompt)
             how = {"max_tokens": 1} if end == "length" else {"stop_token_ids": [first]}
             ready = await world.prefilled(prefill_request(prompt, **how))
-            assert ready.first_token.id == first and not ready.HasField("manifest")
+            assert ready.first_token.id == first and ready.manifest is None
             assert ready.finish_reason == common_pb2.FinishReason.Value(f"FINISH_REASON_{end.upper()}")
             assert world.held() == (0, 0)
             assert await world.aggregated(prompt, **how) == [first]

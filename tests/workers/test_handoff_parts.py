@@ -179,7 +179,7 @@ def test_a_reader_that_gives_up_midway_keeps_its_landing_memory_and_is_heard_by_
             assert world.held() == (1, 0)  # the sequence still writes it
             gate.open()
             [*_, last] = [event async for event in request.events]
-            assert last.HasField("handoff") and not last.handoff.HasField("manifest")
+            assert last.HasField("handoff") and not last.handoff.HasField("finish_reason")
 
     asyncio.run(scenario())
 

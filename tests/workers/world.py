@@ -68,11 +68,15 @@ class Prefilled:
     """What a prefill's events said: the first token, the cache's account, and the handoff's own fields."""
 
     def __init__(
-        self, opened: worker_pb2.HandoffOpened, first: worker_pb2.FirstToken, handoff: worker_pb2.HandoffReady
+        self,
+        opened: worker_pb2.HandoffOpened,
+        first: worker_pb2.FirstToken,
+        handoff: worker_pb2.HandoffReady,
+        manifest: worker_pb2.Manifest | None,
     ) -> None:
         self.opened = opened
         self.first_token, self.cache = first.token, first.cache
-        self.manifest, self.finish_reason = handoff.manifest, handoff.finish_reason
+        self.manifest, self.finish_reason = manifest, handoff.finish_reason
         self.HasField = handoff.HasField
 
 
@@ -202,7 +206,9 @@ class World:
         events = [event async for event in self.prefill_stub.Prefill(request)]
         [first] = [event.first_token for event in events if event.HasField("first_token")]
         assert events[0].HasField("opened") and events[-1].HasField("handoff")
-        return Prefilled(events[0].opened, first, events[-1].handoff)
+        lent = self.owner._lent.get(events[0].opened.handoff_id)
+        manifest = None if lent is None else lent._log[-1].manifest  # what a follower would get last
+        return Prefilled(events[0].opened, first, events[-1].handoff, manifest)
 
     async def disaggregated(self, prompt: list[int], **sampling) -> list[int]:
         """Every token of a request that travels through both workers."""

@@ -186,14 +186,12 @@ class PrefillProgress(_message.Message):
     def __init__(self, tokens_done: _Optional[int] = ...) -> None: ...
 
 class HandoffReady(_message.Message):
-    __slots__ = ("manifest", "finish_reason", "transport_note")
-    MANIFEST_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("finish_reason", "transport_note")
     FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
     TRANSPORT_NOTE_FIELD_NUMBER: _ClassVar[int]
-    manifest: Manifest
     finish_reason: _common_pb2.FinishReason
     transport_note: str
-    def __init__(self, manifest: _Optional[_Union[Manifest, _Mapping]] = ..., finish_reason: _Optional[_Union[_common_pb2.FinishReason, str]] = ..., transport_note: _Optional[str] = ...) -> None: ...
+    def __init__(self, finish_reason: _Optional[_Union[_common_pb2.FinishReason, str]] = ..., transport_note: _Optional[str] = ...) -> None: ...
 
 class Manifest(_message.Message):
     __slots__ = ("handoff_id", "fingerprint", "layout", "tokens_in_state", "next_token", "sampler_position", "rows", "source", "source_address", "fence", "lease_ms", "state", "split", "held")
@@ -278,20 +276,18 @@ class ReleaseReservationReply(_message.Message):
     def __init__(self) -> None: ...
 
 class AdoptRequest(_message.Message):
-    __slots__ = ("request_id", "reservation_id", "manifest", "sampling", "opened", "writeback")
+    __slots__ = ("request_id", "reservation_id", "sampling", "opened", "writeback")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     RESERVATION_ID_FIELD_NUMBER: _ClassVar[int]
-    MANIFEST_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     OPENED_FIELD_NUMBER: _ClassVar[int]
     WRITEBACK_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     reservation_id: str
-    manifest: Manifest
     sampling: _common_pb2.Sampling
     opened: HandoffOpened
     writeback: TurnWriteback
-    def __init__(self, request_id: _Optional[str] = ..., reservation_id: _Optional[str] = ..., manifest: _Optional[_Union[Manifest, _Mapping]] = ..., sampling: _Optional[_Union[_common_pb2.Sampling, _Mapping]] = ..., opened: _Optional[_Union[HandoffOpened, _Mapping]] = ..., writeback: _Optional[_Union[TurnWriteback, _Mapping]] = ...) -> None: ...
+    def __init__(self, request_id: _Optional[str] = ..., reservation_id: _Optional[str] = ..., sampling: _Optional[_Union[_common_pb2.Sampling, _Mapping]] = ..., opened: _Optional[_Union[HandoffOpened, _Mapping]] = ..., writeback: _Optional[_Union[TurnWriteback, _Mapping]] = ...) -> None: ...
 
 class DecodeEvent(_message.Message):
     __slots__ = ("adopted", "tokens", "finished", "cache")
