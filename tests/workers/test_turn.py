@@ -7,6 +7,7 @@ import asyncio
 import grpc
 import pytest
 
+from decode import edge
 from moonrelay.stubs.v1 import worker_pb2
 from tests.workers.cached import CacheNode, cached_world, continued, prompt_of, roots
 from tests.workers.world import World, prefill_request, tokens_of, until
@@ -166,5 +167,26 @@ def test_a_write_back_that_names_another_prompt_is_refused(make_engine, backend,
             await world.prefill_stub.ReleaseHandoff(
                 worker_pb2.ReleaseHandoffRequest(handoff_id=ready.opened.handoff_id, fence=ready.opened.fence)
             )
+
+    asyncio.run(scenario())
+
+
+def test_the_end_of_a_turn_waits_for_its_write_back_but_not_for_a_node_that_stalls(
+    valkey, make_engine, backend, monkeypatch
+):
+    async def scenario():
+        async with cached_world(valkey, make_engine, backend, num_blocks=64, num_slots=16) as (world, node):
+            for stalled in (False, True):
+                monkeypatch.setattr(edge, "WRITE_BACK_PATIENCE_S", 0.01 if stalled else 30.0)
+                prompt, root = prompt_of(40), next(roots)
+                if stalled:
+                    world.fabric.stop("decode-0")
+                request = prefill_request(prompt, root=root, max_tokens=30, write_back=True)
+                tokens = await tokens_of(world.decode_stub.Generate(request))
+                depth = (await node.match([*prompt, *tokens, 1], root)).tokens
+                assert depth == (0 if stalled else 64)
+            world.fabric.resume("decode-0")
+            await settled(world)
+            assert (await node.match([*prompt, *tokens, 1], root)).tokens == 64
 
     asyncio.run(scenario())
