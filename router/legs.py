@@ -121,7 +121,7 @@ class Legs:
         finally:
             for task in both:
                 task.cancel()
-            await asyncio.wait(both)  # each gives back what it holds
+            await _ended(both)  # each gives back what it holds
         faults = [fault for task in both if not task.cancelled() and (fault := task.exception()) is not None]
         if faults:
             raise _cause(faults)
@@ -303,6 +303,18 @@ def turn_writeback(turn: Turn, lookup: Lookup) -> worker_pb2.TurnWriteback:
     return worker_pb2.TurnWriteback(
         root=lookup.root, prefix_hashes=lookup.hashes, tail_ids=turn.prompt.ids[full:], hit=lookup.match.hit
     )
+
+
+async def _ended(tasks: Sequence[asyncio.Task[None]]) -> None:
+    """Wait for tasks that were told to end. A cancellation meanwhile, even a second one, waits for them as well."""
+    cancelled: asyncio.CancelledError | None = None
+    while not all(task.done() for task in tasks):
+        try:
+            await asyncio.wait(tasks)
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is not None:
+        raise cancelled
 
 
 def _cause(faults: Sequence[BaseException]) -> BaseException:

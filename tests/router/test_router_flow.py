@@ -10,6 +10,7 @@ from fake_workers import TOKENIZER, chat_ids
 from router_fakes import Cluster, FakeIds, chat_request, cluster, completion_request, in_loop, spin
 
 from moonrelay.errors import InvalidRequest, TransferError
+from router.legs import _ended
 
 WHAT = "1 2 3 4 5 6 7 8 9 10 11 12"
 
@@ -98,6 +99,39 @@ async def test_a_client_that_leaves_as_an_attempt_fails_is_gone():
         await c.idle()
         await dying
         assert not c.workers["decode-1"].reservations and asking.cancelled()
+
+
+@in_loop
+async def test_a_request_cancelled_twice_still_gives_everything_back():
+    """A deadline and a client that leaves, in one moment: the books are closed before the request is over."""
+    order = []
+
+    async def slow(name: str) -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            for _ in range(5):
+                await asyncio.sleep(0)
+            order.append(name)
+
+    async def request() -> None:
+        tasks = [asyncio.ensure_future(slow("half")) for _ in range(2)]
+        await asyncio.sleep(0)
+        for task in tasks:
+            task.cancel()
+        try:
+            await _ended(tasks)
+        finally:
+            order.append("over")
+
+    asking = asyncio.ensure_future(request())
+    for _ in range(3):
+        await asyncio.sleep(0)
+    asking.cancel()
+    await asyncio.sleep(0)
+    asking.cancel()
+    await asyncio.wait({asking})
+    assert order == ["half", "half", "over"] and asking.cancelled()
 
 
 @in_loop
