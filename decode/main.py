@@ -18,6 +18,7 @@ from engine.worker.pairs import Pairs
 from engine.worker.process import Worker, build_prompts, cache_arguments, serve
 from engine.worker.prompt import PromptRunner
 from engine.worker.settings import WorkerSettings
+from moonrelay.errors import SettingsError
 from moonrelay.ids import Role
 from moonrelay.settings import load
 from moonrelay.stubs.v1 import worker_pb2_grpc
@@ -30,6 +31,11 @@ class DecodeSettings(WorkerSettings, frozen=True, kw_only=True, forbid_unknown_f
 
     aggregated: bool = False  # register as "aggregated": routers send whole requests here and hand nothing over
     reservation_ttl_ms: int = 60_000  # floor; grows by 10 ms per prompt token
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.reservation_ttl_ms < 1:
+            raise SettingsError(f"reservation_ttl_ms: expected at least 1, found {self.reservation_ttl_ms}")
 
 
 class DecodeService:

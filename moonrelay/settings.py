@@ -41,8 +41,9 @@ def load(
     hints = typing.get_type_hints(kind)
     for name, field in fields.items():
         flag = "--" + name.replace("_", "-")
-        required = field.default is msgspec.NODEFAULT and field.default_factory is msgspec.NODEFAULT
-        shown = "required" if required else f"default: {_default(field)!r}"
+        shown = "required" if field.required else f"default: {_default(field)!r}"
+        if choices := _choices(hints[name]):
+            shown += f"; one of {', '.join(choices)}"
         if _base_type(hints[name]) is bool:
             parser.add_argument(flag, dest=name, default=None, action=argparse.BooleanOptionalAction, help=shown)
         else:
@@ -58,6 +59,10 @@ def load(
     for name, value in flags.items():
         if value is not None:
             merged[name] = _convert(value, hints[name], "--" + name.replace("_", "-"))
+    for name, field in fields.items():
+        if name not in merged and field.required:
+            flag, variable = "--" + name.replace("_", "-"), ENV_PREFIX + name.upper()
+            raise SettingsError(f"{name}: expected {flag}, {variable} or a line in a settings file, found none")
     try:
         return msgspec.convert(merged, kind)
     except msgspec.ValidationError as error:
@@ -104,10 +109,18 @@ def _base_type(hint: Any) -> Any:
     return hint
 
 
-def _convert(value: Any, hint: Any, source: str) -> Any:
+def _choices(hint: Any) -> tuple[str, ...]:
+    """Of a Literal; else none."""
     base = _base_type(hint)
+    return typing.get_args(base) if typing.get_origin(base) is typing.Literal else ()
+
+
+def _convert(value: Any, hint: Any, source: str) -> Any:
+    base, choices = _base_type(hint), _choices(hint)
     if isinstance(value, bool):
         return value
+    if choices and value not in choices:
+        raise SettingsError(f"{source}: expected one of {', '.join(choices)}, found {value!r}")
     try:
         if base is bool:
             return {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}[value.lower()]

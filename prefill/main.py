@@ -12,6 +12,7 @@ from engine.worker.pairs import Pairs
 from engine.worker.process import Worker, build_prompts, cache_arguments, serve
 from engine.worker.prompt import PromptRunner
 from engine.worker.settings import WorkerSettings
+from moonrelay.errors import SettingsError
 from moonrelay.settings import load
 from moonrelay.stubs.v1 import worker_pb2_grpc
 from prefill.core import HandoffTable
@@ -26,6 +27,11 @@ class PrefillSettings(WorkerSettings, frozen=True, kw_only=True, forbid_unknown_
     """Compute prompts and hand them over to decode workers."""
 
     part_bytes: int = PART_BYTES  # a handoff's regions are lent early in parts of at least this
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.part_bytes < 1:
+            raise SettingsError(f"part_bytes: expected at least 1, found {self.part_bytes}")
 
 
 class PrefillService:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
 
 from moonrelay.errors import SettingsError
@@ -12,13 +14,13 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     redis_url: str
     model_dir: str  # tokenizer files and config.json; weights are not read
-    cluster: str = "moonrelay"
+    cluster: str = "local"
     instance_id: str = "router-0"
     listen: str = "127.0.0.1:8000"  # HTTP, host:port; port 0 takes a free one
     grpc_listen: str = "127.0.0.1:8001"
     served_model_name: str = ""  # empty: the name of model_dir
     ready_file: str = ""
-    log_level: str = "INFO"
+    log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
 
     default_max_tokens: int = 2_048  # where the request says nothing, if the context has that much room
     body_bytes_max: int = 64 << 20  # a million ids are 8 MB of JSON

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 import pytest
@@ -18,6 +19,7 @@ class Demo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     flag: bool = False
     redis_url: str | None = None
     api_key: str | None = None
+    level: Literal["low", "high"] = "low"
 
     def __post_init__(self) -> None:
         if self.size < 1:
@@ -38,7 +40,8 @@ def test_flags_beat_environment_beats_file(tmp_path: Path) -> None:
         (["--listen", "x", "--size", "big"], {}, ["--size", "int", "big"]),
         (["--listen", "x"], {"MOONRELAY_RATE": "fast"}, ["MOONRELAY_RATE", "float", "fast"]),
         (["--listen", "x", "--size", "0"], {}, ["at least 1", "0"]),
-        ([], {}, ["listen"]),
+        ([], {}, ["listen", "--listen", "MOONRELAY_LISTEN"]),
+        (["--listen", "x", "--level", "mid"], {}, ["--level", "low, high", "mid"]),
         (["--config", "/nonexistent.toml"], {}, ["/nonexistent.toml"]),
     ],
 )
