@@ -19,7 +19,6 @@ from router.turn import Turn
 T = TypeVar("T")
 OFF_LOOP_TOKENS: Final = 1_000  # tokenising this much takes a millisecond
 OFF_LOOP_CHARS: Final = 10_000
-WAIT_S: Final = 0.05  # for a write, before a client may be told that its turn is over
 
 
 class Recall:
