@@ -169,9 +169,6 @@ class MemoryIndex:
         """What FLUSHALL does."""
         self._roots, self._tenants = {}, {}
 
-    def roots(self) -> tuple[bytes, ...]:
-        return tuple(self._roots)
-
     def _at(self, root: bytes, now_ms: int) -> _Root:
         at = self._roots.setdefault(root, _Root())
         at.expire(now_ms)

@@ -145,11 +145,6 @@ class Match:
         """Of the shallowest lost token; one is always lost, since the last one must be computed."""
         return self.lost[0][0]
 
-    @property
-    def branch_tokens(self) -> int:
-        """How deep blocks go where that is deeper than the usable snapshot: a place worth a snapshot. Else 0."""
-        return self.matchable_tokens if self.matchable_tokens > self.tokens else 0
-
     def hit(self) -> CacheHit | None:
         if self.snapshot is None:
             return None

@@ -272,7 +272,6 @@ def report(sequence: LiveSequence, reason: EndReason | None, now_s: float) -> Se
     return SequenceReport(
         reason=reason,
         num_prompt_tokens=min(sequence.consumed, sequence.prompt_end) - sequence.spec.restored,
-        num_restored_tokens=sequence.spec.restored,
         num_tokens_drawn=sequence.draws - sequence.draws_left,
         queue_s=_elapsed(times.submitted_s, times.planned_s),
         prefill_s=_elapsed(times.planned_s, times.first_token_s),

@@ -30,7 +30,6 @@ class SequenceReport:
 
     reason: EndReason | None  # None: failed
     num_prompt_tokens: int  # computed here; restored ones not counted
-    num_restored_tokens: int
     num_tokens_drawn: int
     queue_s: float | None
     prefill_s: float | None

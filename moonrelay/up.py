@@ -76,7 +76,6 @@ class Service:
     ready_file: Path
     child: Child | None = None
     info: dict[str, Any] = field(default_factory=dict)
-    restarts: int = 0
 
 
 class Supervisor:
@@ -261,7 +260,6 @@ class Supervisor:
             failures = 0 if time.monotonic() - began > STABLE_S else failures
             pause = RESTART_BACKOFF_S[min(failures, len(RESTART_BACKOFF_S) - 1)]
             failures += 1
-            service.restarts += 1
             say(f"{service.name} ended with status {status}; starting it again in {pause} s")
             await asyncio.sleep(pause)
             await self._launch(service)

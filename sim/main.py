@@ -22,6 +22,7 @@ from typing import Any
 
 from sim.bugs import BUGS
 from sim.checkers import INVARIANTS
+from sim.replay import positive
 from sim.scenario import Outcome, Scenario, run, scenario
 
 CHUNK = 250
@@ -57,8 +58,8 @@ def main(argv: Sequence[str]) -> int:
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="moonrelay sim", description=__doc__)
     parser.add_argument("--seed", type=int, default=0, help="the first seed")
-    parser.add_argument("--runs", type=int, default=100, help="how many seeds")
-    parser.add_argument("--jobs", type=int, default=1, help="processes")
+    parser.add_argument("--runs", type=positive, default=100, help="how many seeds")
+    parser.add_argument("--jobs", type=positive, default=1, help="processes")
     parser.add_argument("--bug", choices=sorted(BUGS), help="plant this bug")
     parser.add_argument("--trace", action="store_true", help="print everything that happens in the first run")
     parser.add_argument("--out", type=Path, help="write the summary here, as JSON")
@@ -94,6 +95,8 @@ def chunks(seeds: range, options: argparse.Namespace) -> Iterator[dict[str, Any]
             del wanted[part["first"]]
             yield part
     tasks = [(first, count, options.bug, sha) for first, count in wanted.items()]
+    if options.log:
+        options.log.parent.mkdir(parents=True, exist_ok=True)
     for part in computed(tasks, options.jobs):
         if options.log:
             with options.log.open("a") as log:

@@ -7,6 +7,7 @@ what other policies, row and snapshot formats would give. The last line of `--js
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import json
 import math
@@ -70,6 +71,8 @@ class Row:
 def main(argv: Sequence[str]) -> int:
     """0: done. Raises: SettingsError for a trace or an option that cannot be used."""
     options = parse(argv)
+    if options.plot and not Path(options.plot).absolute().parent.is_dir():
+        raise SettingsError(f"--plot: expected a file in a folder that is there, found {options.plot}")
     sizes = Sizes(row_bytes=ROW_BYTES, snapshot_bytes=SNAPSHOT_BYTES, block_tokens=options.block_tokens)
     requests = load(options.trace, options.block_tokens)
     # What a run allocates lives to its end or is in no cycle; looking for cycles costs a third of the time.
@@ -112,17 +115,19 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def budget(text: str) -> float:
-    value = float(text)
-    if not math.isfinite(value) or value <= 0:
-        raise argparse.ArgumentTypeError(f"expected terabytes above 0, found {text}")
-    return value
+    with contextlib.suppress(ValueError):
+        value = float(text)
+        if math.isfinite(value) and value > 0:
+            return value
+    raise argparse.ArgumentTypeError(f"expected terabytes above 0, found {text!r}")
 
 
 def positive(text: str) -> int:
-    value = int(text)
-    if value <= 0:
-        raise argparse.ArgumentTypeError(f"expected an integer above 0, found {text}")
-    return value
+    with contextlib.suppress(ValueError):
+        value = int(text)
+        if value > 0:
+            return value
+    raise argparse.ArgumentTypeError(f"expected an integer above 0, found {text!r}")
 
 
 def load(trace: str, block_tokens: int) -> list[Request]:

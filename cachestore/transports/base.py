@@ -155,9 +155,6 @@ class Landing:
             await asyncio.shield(handle.ended)
 
 
-Fallback = Callable[[ReadHandle, Peer, Sequence[Read], str], None]  # last: why the first choice was not taken
-
-
 class Transport(Protocol):
     """One way to move bytes. `describe` adds what peers need; `submit` starts a read and returns at once."""
 

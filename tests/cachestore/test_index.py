@@ -140,7 +140,7 @@ def test_every_lost_token_has_a_reason(valkey: LocalValkey) -> None:
         tokens = 10 * BLOCK_TOKENS + 5
         match = await both.match(hashes, tokens, [live])
         assert match.lost == (("no_snapshot", 3 * 64), ("stale_index", 2 * 64), ("cold", 2 * 64), ("remainder", 5))
-        assert match.branch_tokens == 6 * 64 and match.seen_tokens == 8 * 64
+        assert match.matchable_tokens == 6 * 64 and match.seen_tokens == 8 * 64
         assert [b.tokens for b in match.alternatives] == [2 * 64]
         hit = match.hit()
         assert (hit.matchable_tokens, hit.seen_tokens, len(hit.alternatives)) == (6 * 64, 8 * 64, 1)
@@ -156,7 +156,7 @@ def test_every_lost_token_has_a_reason(valkey: LocalValkey) -> None:
         assert other.lost[-2:] == (("diverged", 6 * 64), ("remainder", 5))
 
         cold = await both.match(hashes, tokens, [live], root=bytes(16))
-        assert cold.lost == (("cold", 10 * 64), ("remainder", 5)) and cold.branch_tokens == 0
+        assert cold.lost == (("cold", 10 * 64), ("remainder", 5))
         nobody = await both.match(hashes, tokens, [])
         assert nobody.lost[0] == ("stale_index", 4 * 64)
         assert (await both.match([], 1, [live])).lost == (("remainder", 1),)
