@@ -40,6 +40,8 @@ def main() -> int:
     parser.add_argument("--budget-tb", nargs="+", default=["1"])
     parser.add_argument("--out", type=Path, default=ROOT / "bench" / "results" / "replay.json")
     args = parser.parse_args()
+    if missing := [trace for trace in TRACES.values() if trace.endswith(".jsonl") and not Path(trace).is_file()]:
+        parser.error(f"expected Mooncake's traces in $MOONRELAY_SHARED/traces, found no {' and no '.join(missing)}")
     commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=ROOT).stdout.strip()
     result: dict[str, Any] = {"commit": commit, "traces": {}}
     args.out.parent.mkdir(exist_ok=True)
