@@ -8,7 +8,7 @@ import msgspec
 
 from moonrelay.errors import SettingsError
 
-TILE_TOKENS = 64  # a prompt may be cut only at multiples of this, or results would depend on the cut (DESIGN 3)
+TILE_TOKENS = 64  # a prompt may be cut only at multiples of this, or results would depend on the cut
 
 
 class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -49,7 +49,7 @@ class Fold:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolLayout:
-    """Shapes of one row block and one state slot, in floats; the stored order of DESIGN section 3.
+    """Shapes of one row block and one state slot, in floats, in the order in which they are stored.
 
     A block is contiguous as [mla_layer][token][row_width]: row = normed latent, then the raw shared key.
     A slot is contiguous as [kda_layer][head][K][V], then conv history [kda_layer][q|k|v][conv-1][channels], oldest

@@ -17,7 +17,7 @@ HASH_BYTES = 16
 
 
 class Fingerprint(msgspec.Struct, frozen=True, kw_only=True):
-    """What must agree before bytes made by one process mean anything to another (DESIGN section 3)."""
+    """What must agree before bytes made by one process mean anything to another; the root of every prefix hash."""
 
     model: str
     weights_revision: str

@@ -46,7 +46,7 @@ class NativeBackend:
     """Runs the network on `threads` threads; results do not depend on their number, on batching or on chunking.
 
     Every output is one ordered chain of fused multiply-adds, the KDA recurrence goes token by token and attention is
-    always absorbed, so prompt, decode, any cut and any resume agree bit for bit (DESIGN section 6).
+    always absorbed, so prompt, decode, any cut and any resume agree bit for bit (`DESIGN.md`, Numerics).
     Raises BackendUnavailable (no compiler, a shape the C++ code does not take), ModelError (weights that do not fit).
     """
 
