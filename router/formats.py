@@ -44,7 +44,7 @@ def error_body(error: ServeError) -> dict[str, Any]:
 
 
 def usage_body(result: Result, call: Call) -> dict[str, Any]:
-    """OpenAI's usage and the cache's account; a call that asks to be explained adds who served it and what it took."""
+    """OpenAI's usage and the cache's account; a call that asks to be explained adds who served and what it took."""
     account = result.account
     usage: dict[str, Any] = {
         "prompt_tokens": account.prompt_tokens,
