@@ -90,11 +90,6 @@ class WorkerCache:
         device = DeviceEntries(CacheIndex(redis), life) if redis is not None else None
         return cls(transports, membership, transfer_ms, observer, device)
 
-    @property
-    def note(self) -> str:
-        """By which transports this process can be read."""
-        return "+".join(["nixl"] * bool(self.peer.nixl_name) + ["tcp"] * bool(self.peer.tcp_address))
-
     def checked_span(self, pool: int, offset: int, length: int) -> common_pb2.Span:
         """A range of our memory with the checksum of what is there now. From any thread."""
         return self.transports.span(pool, offset, length)

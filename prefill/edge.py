@@ -46,12 +46,11 @@ class PrefillEdge(worker_pb2_grpc.PrefillWorkerServicer):
         max_context: int,
         peer: common_pb2.Peer,
         address: str,
-        transport_note: str,
         part_bytes: int = PART_BYTES,
     ) -> None:
         self.table = table
         self._prompts, self._gate, self._metrics = prompts, gate, metrics
-        self._max_context, self._transport_note = max_context, transport_note
+        self._max_context = max_context
         self._fingerprint, self._layout = fingerprint_to_wire(fingerprint), layout_to_wire(layout)
         self._peer, self._address = peer, address
         self._split = worker_pb2.Split(tp_size=1, tp_rank=0, first_head=0, end_head=layout.num_heads)
@@ -96,7 +95,7 @@ class PrefillEdge(worker_pb2_grpc.PrefillWorkerServicer):
                 usage = run.usage()
                 first = worker_pb2.FirstToken(token=token_to_wire(token), cache=usage)
                 await emit(worker_pb2.PrefillEvent(first_token=first))
-                ready = worker_pb2.HandoffReady(transport_note=self._transport_note)
+                ready = worker_pb2.HandoffReady()
                 if reason is None:
                     await self._publish(run, handoff, token.id)
                 else:

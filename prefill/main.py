@@ -79,7 +79,6 @@ async def assemble(worker: Worker) -> PrefillService:
         max_context=worker.model.max_context,
         peer=cache.peer,
         address=worker.address,
-        transport_note=cache.note,
         part_bytes=settings.part_bytes,
     )
     return PrefillService(edge, prompts, cache)

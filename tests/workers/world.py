@@ -113,8 +113,7 @@ class World:
         self.owner = PrefillEdge(
             self.prefill.prompts, table, self.prefill.gate, HandoffMetrics(self.prefill.metrics, table),
             fingerprint=FINGERPRINT, layout=self.identity.layout, max_context=4096,
-            peer=self.prefill.transports.peer(), address=self.prefill.address, transport_note="",
-            part_bytes=self.part_bytes,
+            peer=self.prefill.transports.peer(), address=self.prefill.address, part_bytes=self.part_bytes,
         )  # fmt: skip
         worker_pb2_grpc.add_PrefillWorkerServicer_to_server(self.owner, self.prefill.server.grpc)
         self.decode = await self._half("decode", "decode-0", transport, settings)

@@ -186,12 +186,10 @@ class PrefillProgress(_message.Message):
     def __init__(self, tokens_done: _Optional[int] = ...) -> None: ...
 
 class HandoffReady(_message.Message):
-    __slots__ = ("finish_reason", "transport_note")
+    __slots__ = ("finish_reason",)
     FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
-    TRANSPORT_NOTE_FIELD_NUMBER: _ClassVar[int]
     finish_reason: _common_pb2.FinishReason
-    transport_note: str
-    def __init__(self, finish_reason: _Optional[_Union[_common_pb2.FinishReason, str]] = ..., transport_note: _Optional[str] = ...) -> None: ...
+    def __init__(self, finish_reason: _Optional[_Union[_common_pb2.FinishReason, str]] = ...) -> None: ...
 
 class Manifest(_message.Message):
     __slots__ = ("handoff_id", "fingerprint", "layout", "tokens_in_state", "next_token", "sampler_position", "rows", "source", "source_address", "fence", "lease_ms", "state", "split", "held")
