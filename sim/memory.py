@@ -45,6 +45,7 @@ class Pool:
     def assign(self, cells: Sequence[int], what: str) -> None:
         """The process gives `cells` to a new owner. Raises: Violation where somebody may still read or land there."""
         self.world.counts["check:reuse_under_reader"] += 1
+        self.world.counts["check:immutable"] += 1
         now = self.world.now
         for reader, (guarded, until, why) in list(self.guards.items()):
             if until < now:

@@ -182,6 +182,7 @@ def run(plan: Scenario, *, keep_trace: bool = False) -> Outcome:
         outcome.violation, outcome.message = "core", f"core: {type(broken).__name__}: {broken}"
     outcome.digest, outcome.counts = world.digest, world.counts
     outcome.counts["events"] = world.events
+    outcome.counts["check:core"] += 1  # every call of theirs in the run
     outcome.struck = faults.struck
     outcome.lines = world.lines or []
     bury(world)

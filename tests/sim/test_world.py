@@ -36,8 +36,7 @@ def test_a_sample_of_runs_breaks_no_invariant() -> None:
         outcome = run(scenario(seed))
         assert outcome.violation is None, told(outcome)
         counts += outcome.counts
-    unchecked = [name for name in INVARIANTS if not counts["check:" + name]]
-    assert unchecked == ["immutable", "core"], "these two are raised where they are seen, and not counted"
+    assert not [name for name in INVARIANTS if not counts["check:" + name]]
     assert counts["answered"] > SAMPLE and counts["cached_tokens"] and counts["evicted"] and counts["device_hits"]
 
 
