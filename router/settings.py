@@ -53,7 +53,8 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             if isinstance(value, int) and value < (0 if name in ("retries_max", "recoveries_max") else 1):
                 raise SettingsError(f"{name}: expected a positive number, found {value}")
         if self.queue_timeout_ms > self.request_deadline_ms:
-            raise SettingsError("queue_timeout_ms: expected at most request_deadline_ms")
+            at_most = f"at most request_deadline_ms, {self.request_deadline_ms}"
+            raise SettingsError(f"queue_timeout_ms: expected {at_most}, found {self.queue_timeout_ms}")
 
 
 def host_and_port(value: str, name: str) -> tuple[str, int]:

@@ -16,7 +16,7 @@ from typing import Any
 
 from moonrelay.errors import SettingsError
 
-FIELDS = ("timestamp", "input_length", "output_length", "hash_ids")
+KINDS = {"timestamp": "an integer", "input_length": "an integer", "output_length": "an integer", "hash_ids": "a list"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,9 +76,9 @@ def _request(line: bytes, where: str, block_tokens: int, chains: Chains) -> Requ
         raise SettingsError(f"{where}: expected a JSON object: {error}") from None
     if not isinstance(found, dict):
         raise SettingsError(f"{where}: expected a JSON object, found {type(found).__name__}")
-    for name in FIELDS:
+    for name in KINDS:
         if name not in found:
-            raise SettingsError(f"{where}: {name}: expected, not there")
+            raise SettingsError(f"{where}: {name}: expected {KINDS[name]}, found none")
     time_ms, prompt_tokens, output_tokens = (
         _integer(found[name], least, f"{where}: {name}")
         for name, least in (("timestamp", 0), ("input_length", 1), ("output_length", 0))

@@ -21,7 +21,10 @@ class Timing:
 
     def __post_init__(self) -> None:
         if min(self.transfer_floor_ms, self.transfer_min_bytes_per_s, self.lease_floor_ms) < 1:
-            raise SettingsError("transfer and lease timings must be positive")
+            raise SettingsError(
+                "handoff_timeout_ms, transfer_min_bytes_per_s, handoff_lease_ms: expected at least 1, found "
+                f"{self.transfer_floor_ms}, {self.transfer_min_bytes_per_s}, {self.lease_floor_ms}"
+            )
         if self.lease_floor_ms < 2 * self.transfer_floor_ms:
             raise SettingsError(
                 "handoff_lease_ms must cover a read that starts late and takes its whole deadline: "
