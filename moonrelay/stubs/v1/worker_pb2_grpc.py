@@ -221,7 +221,7 @@ class DecodeWorkerServicer:
     """Missing associated documentation comment in .proto file."""
 
     def Reserve(self, request, context):
-        """Sets rows and a state slot aside before prefill spends anything. RESOURCE_EXHAUSTED when there are none.
+        """Sets rows and a state slot aside while prefill computes, or before it. RESOURCE_EXHAUSTED when there are none.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
