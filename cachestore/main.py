@@ -91,6 +91,14 @@ def _die(bug: BaseException) -> None:
     os._exit(BROKEN_STATUS)
 
 
+def _arena(nbytes: int) -> Arena:
+    try:
+        return Arena(nbytes)
+    except (OSError, OverflowError, ValueError) as error:
+        expected = "what this machine can map"
+        raise SettingsError(f"dram_bytes: expected {expected}, found {nbytes}: {error}") from None
+
+
 class Node:
     """One cache node's parts, in the order of their lives."""
 
@@ -99,7 +107,7 @@ class Node:
         self.instance_id = settings.instance_id or f"cachestore-{socket.gethostname()}-{os.getpid()}"
         self.membership = Membership(redis, settings.cluster)
         self.metrics = NodeMetrics()
-        self.arena = Arena(settings.dram_bytes)
+        self.arena = _arena(settings.dram_bytes)
         self.core = NodeCore(
             settings.dram_bytes, longest_transfer_ms=settings.longest_transfer_ms, disk_bytes=settings.disk_bytes
         )
@@ -125,6 +133,7 @@ class Node:
             self.core, intake.room, intake.index, lambda offset, length: self.arena.view[offset : offset + length],
             self.metrics, Path(settings.disk_dir) if settings.disk_dir is not None else None,
         )  # fmt: skip
+        await disk.open()
         client = CacheClient(transports, self.membership)
         replication = Replication(
             self.core, disk, client, self.membership, identity, self.metrics, after=settings.replicate_after
@@ -175,7 +184,8 @@ class Node:
         try:
             port = self._server.add_insecure_port(self.settings.listen)
         except RuntimeError as error:
-            raise SettingsError(f"listen {self.settings.listen}: {error}") from None
+            found = f"{self.settings.listen}: {error}"
+            raise SettingsError(f"listen: expected a free HOST:PORT of this machine, found {found}") from None
         return f"{self.settings.advertise_host or host}:{port}"
 
     def _member(self, epoch: int, address: str, line_address: str, transports: TransportSet) -> Member:

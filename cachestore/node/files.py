@@ -16,7 +16,7 @@ import errno
 import fcntl
 import os
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -45,9 +45,13 @@ KINDS = ("block", "snapshot")
 
 
 class DiskUnavailable(ServeError):
-    """The directory cannot be used: not ours, in use, or no rights. The node goes on without it."""
+    """The directory cannot be used: not ours, in use, or no rights."""
 
     code = "unavailable"
+
+
+class DirectoryInUse(DiskUnavailable):
+    """Another process holds it."""
 
 
 class DiskFull(ServeError):
@@ -158,8 +162,9 @@ class EntryFiles:
         with contextlib.suppress(OSError):  # the root's last file takes its folder with it
             path.parent.rmdir()
 
-    def scan(self, counts: ScanCounts) -> Iterator[Found]:
-        """Every entry that may be served, least recently written first; what is not whole is deleted.
+    def scan(self, counts: ScanCounts, refused: Callable[[RefusedFile], None] = lambda _: None) -> Iterator[Found]:
+        """Every entry that may be served, least recently written first; what is not whole is deleted and told to
+        `refused`.
 
         Raises: DiskFault where the directory itself cannot be read.
         """
@@ -172,9 +177,10 @@ class EntryFiles:
             counts.seen += 1
             try:
                 found = _found(path)
-            except RefusedFile as refused:
+            except RefusedFile as error:
                 counts.refused += 1
-                if refused.reason != "unreadable":
+                refused(error)
+                if error.reason != "unreadable":
                     self._discard(path)
                 continue
             counts.kept += 1
@@ -224,7 +230,7 @@ def _take(directory: Path) -> int:
             raise DiskUnavailable(f"{directory} was written by another version; give an empty or a new directory")
     except BlockingIOError:
         os.close(fd)
-        raise DiskUnavailable(f"{directory} is in use by another process") from None
+        raise DirectoryInUse(f"{directory} is in use by another process") from None
     except OSError as error:
         os.close(fd)
         raise DiskUnavailable(f"{directory}: {error.strerror}") from None

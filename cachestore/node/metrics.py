@@ -15,7 +15,7 @@ from moonrelay.errors import SettingsError
 
 SECONDS: Final = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5)
 OUTCOMES: Final = ("stored", "already_there", "in_progress", "refused")
-DISK_STATES: Final = ("off", "unavailable", "recovering", "ready")
+DISK_STATES: Final = ("off", "recovering", "ready")
 TRANSPORTS: Final = ("nixl", "tcp", "memory")
 
 
@@ -41,7 +41,7 @@ class NodeMetrics:
         self.promote_seconds = self._seconds("disk_promote_seconds", "Reading and verifying what one lease wants")
         self.not_written = self._counter("disk_not_worth_it", "Not written: the disk is full, nobody asked for it")
         self.disk_errors = self._counter("disk_errors", "Writes and deletions that failed, by why", "reason")
-        self.refused_files = self._counter("disk_refused_entries", "Not served since a checksum differs", "reason")
+        self.refused_files = self._counter("disk_refused_entries", "Not served, by what is wrong with them", "reason")
         self.replicated = self._counter("replicated_bundles", "Hot bundles offered to other nodes, by end", "reason")
         self.replicated_bytes = self._counter("replicated_bytes", "Bytes of hot bundles that other nodes took")
         for reason in ("stored", "already_there", "failed"):
@@ -63,7 +63,7 @@ class NodeMetrics:
         try:
             server, _ = start_http_server(int(port), addr=host, registry=self.registry)
         except (OSError, ValueError) as error:
-            raise SettingsError(f"metrics_listen {listen}: {error}") from None
+            raise SettingsError(f"metrics_listen: expected a free HOST:PORT, found {listen}: {error}") from None
         return f"{host}:{server.server_port}"
 
     def watch_disk(self, disk: Callable[[], tuple[str, ScanCounts]]) -> None:

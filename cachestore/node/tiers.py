@@ -20,13 +20,22 @@ from cachestore.entries import Key
 from cachestore.node.books import Region
 from cachestore.node.core import NodeCore
 from cachestore.node.file_form import HEADER_BYTES_MAX, RefusedFile, encode_header, file_bytes
-from cachestore.node.files import BytesChanged, DiskFault, DiskFull, DiskUnavailable, EntryFiles, Found, ScanCounts
+from cachestore.node.files import (
+    BytesChanged,
+    DirectoryInUse,
+    DiskFault,
+    DiskFull,
+    DiskUnavailable,
+    EntryFiles,
+    Found,
+    ScanCounts,
+)
 from cachestore.node.index_writer import IndexWriter
 from cachestore.node.metrics import NodeMetrics
 from cachestore.node.promotion import bring, header_of, offer_of
 from cachestore.node.room import Room
 from cachestore.node.states import WITH_FILE, State
-from moonrelay.errors import DeadlineExceeded, Overloaded, ServeError, Unavailable
+from moonrelay.errors import DeadlineExceeded, Overloaded, ServeError, SettingsError, Unavailable
 from moonrelay.valkey import FAILURES
 
 logger = logging.getLogger(__name__)
@@ -36,9 +45,10 @@ PROMOTIONS_MAX = 64  # going on or waiting for a reading thread
 PROMOTE_TRIES = 3  # what came into memory may leave again while the rest is read
 MEASURED_BYTES_MIN = 8 << 20  # less says more about the machine's load than about its disk
 SCAN_BATCH = 128
-OPEN_AGAIN_S = 5.0  # another process may let go of the directory
+OPEN_AGAIN_S = 0.1
+LOCK_WAIT_S = 5.0  # at the start: a killed predecessor may still be letting go of the directory
 PAUSE_S = 10.0  # of writing, after the disk was full or failed
-DiskState = Literal["off", "unavailable", "recovering", "ready"]
+DiskState = Literal["off", "recovering", "ready"]
 T = TypeVar("T")
 
 
@@ -46,7 +56,7 @@ T = TypeVar("T")
 class Pace:
     """How long the tier waits; tests wait less."""
 
-    open_again_s: float = OPEN_AGAIN_S
+    lock_wait_s: float = LOCK_WAIT_S
     pause_s: float = PAUSE_S
 
 
@@ -67,16 +77,26 @@ class DiskTier:
         self._bytes_per_s = 0.0  # of promotions; 0: not known yet
         self._wake, self._written_out = asyncio.Event(), asyncio.Event()
         self._counts = ScanCounts()
-        self.state: DiskState = "off" if directory is None else "unavailable"
-        self.why = ""
+        self.state: DiskState = "off" if directory is None else "recovering"
         metrics.watch_disk(lambda: (self.state, self._counts))
 
-    async def run(self) -> None:
-        """Take the directory, find what is there, then write what is new, for as long as this runs."""
+    async def open(self) -> None:
+        """Take the directory; waits a little for a process that holds it. Raises: SettingsError."""
         if self._directory is None:
             return
-        self._files = await self._open(self._directory)
-        self.state = "recovering"
+        until_s = time.monotonic() + self._pace.lock_wait_s
+        while self._files is None:
+            try:
+                self._files = await self._in_writer(EntryFiles, self._directory)
+            except DiskUnavailable as error:
+                if not isinstance(error, DirectoryInUse) or time.monotonic() > until_s:
+                    raise SettingsError(f"disk_dir: expected a directory of this node's own, found {error}") from None
+                await asyncio.sleep(OPEN_AGAIN_S)
+
+    async def run(self) -> None:
+        """Find what is there, then write what is new, for as long as this runs; after `open`."""
+        if self._files is None:
+            return
         await self._recover(self._files)
         self.state = "ready"
         logger.info("disk tier ready", extra=_fields(self._counts))
@@ -315,20 +335,9 @@ class DiskTier:
 
     # Starting.
 
-    async def _open(self, directory: Path) -> EntryFiles:
-        """Take the directory, as soon as it can be had."""
-        while True:
-            try:
-                return await self._in_writer(EntryFiles, directory)
-            except DiskUnavailable as error:
-                if str(error) != self.why:
-                    self.why = str(error)
-                    logger.error("serving without the disk tier", extra={"reason": self.why})
-            await asyncio.sleep(self._pace.open_again_s)
-
     async def _recover(self, files: EntryFiles) -> None:
         """Make entries of the files that are there, oldest first; the node serves meanwhile."""
-        found = files.scan(self._counts)
+        found = files.scan(self._counts, lambda error: self._metrics.refused_files.labels(error.reason).inc())
         taken: list[Key] = []
         try:
             while batch := await self._in_writer(_next_batch, found):

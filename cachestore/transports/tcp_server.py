@@ -14,6 +14,7 @@ import threading
 from cachestore.transports import wire
 from cachestore.transports.pools import Pools
 from cachestore.transports.wire import Status
+from moonrelay.errors import SettingsError
 
 logger = logging.getLogger(__name__)
 
@@ -25,7 +26,11 @@ IOV_MAX = 1024  # the kernel's limit on buffers of one sendmsg
 class TcpServer:
     def __init__(self, host: str, epoch: int, pools: Pools) -> None:
         self._epoch, self._pools = epoch, pools
-        self._listener = socket.create_server((host, 0), backlog=128)
+        try:
+            self._listener = socket.create_server((host, 0), backlog=128)
+        except OSError as error:
+            reason = error.strerror or error
+            raise SettingsError(f"listen: expected an address of this machine, found {host}: {reason}") from None
         self.port: int = self._listener.getsockname()[1]
         self._connections: set[socket.socket] = set()
         self._lock = threading.Lock()

@@ -11,6 +11,7 @@ from prometheus_client.registry import Collector
 
 from engine.api import EngineStats
 from engine.observer import SequenceReport, StepReport
+from moonrelay.errors import SettingsError
 from moonrelay.stubs.v1 import common_pb2
 
 Source = Literal["prefill", "decode"]
@@ -140,9 +141,12 @@ class WorkerMetrics:
         self.registry.register(_Budgets(self.source, self._model, stats, extra_waiting, block_tokens))
 
     def serve(self, listen: str) -> str:
-        """Answer scrapes in a thread of their own; returns the address bound."""
+        """Answer scrapes in a thread of their own; returns the address bound. Raises: SettingsError."""
         host, _, port = listen.rpartition(":")
-        server, _ = start_http_server(int(port), addr=host, registry=self.registry)
+        try:
+            server, _ = start_http_server(int(port), addr=host, registry=self.registry)
+        except (OSError, ValueError) as error:
+            raise SettingsError(f"metrics_listen: expected a free HOST:PORT, found {listen}: {error}") from None
         return f"{host}:{server.server_port}"
 
 

@@ -27,7 +27,7 @@ from engine.worker.prompt import PromptRunner, Spawn
 from engine.worker.service import Gate, Server
 from engine.worker.settings import WorkerSettings
 from model.errors import BackendUnavailable, ModelError
-from moonrelay.errors import Unavailable
+from moonrelay.errors import SettingsError, Unavailable
 from moonrelay.ids import Role
 from moonrelay.log import configure
 from moonrelay.membership import Load, Member, Membership
@@ -103,10 +103,15 @@ def serve(settings: WorkerSettings, *, role: Role, source: Source, service_name:
         say(f"cannot serve {settings.model_dir}: {error}")
         return 1
     failed: list[str] = []
+    refused: list[SettingsError] = []
     try:
         asyncio.run(_until_signalled(Process(settings, role, source, service_name, model), assemble))
     except* Unavailable as unavailable:
         failed = [str(error) for error in unavailable.exceptions]
+    except* SettingsError as found:
+        refused = [error for error in found.exceptions if isinstance(error, SettingsError)]
+    if refused:
+        raise refused[0]
     for line in failed:
         say(f"{role} cannot go on: {line}")
     return 1 if failed else 0

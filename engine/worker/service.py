@@ -92,7 +92,8 @@ class Server:
         try:
             port = self.grpc.add_insecure_port(listen)
         except RuntimeError as error:
-            raise SettingsError(f"listen: cannot bind {listen}: {error}") from None
+            found = f"{listen}: {error}"
+            raise SettingsError(f"listen: expected a free HOST:PORT of this machine, found {found}") from None
         return f"{advertise_host or host}:{port}"
 
     async def start(self) -> None:

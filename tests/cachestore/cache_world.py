@@ -159,7 +159,7 @@ class LocalNode:
         self.disk = DiskTier(
             self.core, self.intake.room, self.intake.index,
             lambda offset, length: self.arena.view[offset : offset + length], metrics, disk,
-            Pace(open_again_s=0.02, pause_s=0.02),
+            Pace(lock_wait_s=0.3, pause_s=0.02),
         )  # fmt: skip
         self.work: list[asyncio.Task[None]] = []
         self.client = CacheClient(self.transports, others or Listed())
@@ -174,6 +174,7 @@ class LocalNode:
         self.port = self.server.add_insecure_port("127.0.0.1:0")
 
     async def start(self) -> Member:
+        await self.disk.open()
         await self.transports.start()
         await self.server.start()
         self.work = [asyncio.ensure_future(self.disk.run()), asyncio.ensure_future(self.replication.run())]

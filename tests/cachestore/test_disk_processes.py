@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+import socket
 import time
 import urllib.request
 from pathlib import Path
@@ -15,6 +16,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from tests_cachestore import soon
 
 from cachestore.main import INDEX_SERVICE, main
+from cachestore.node.files import EntryFiles
 from moonrelay.errors import SettingsError
 from moonrelay.membership import Member
 from moonrelay.valkey import LocalValkey, start_local_valkey
@@ -84,7 +86,7 @@ def test_a_killed_node_has_its_files_again_and_serves_no_altered_one(valkey: Loc
                 assert await fetched(worker, first) == (320, None)
                 tokens, reason = await fetched(worker, second)
                 assert tokens == 0 and reason is not None
-                await shown(node, 'disk_refused_entries_total{reason="altered"} 1.0')
+                await shown(node, 'disk_refused_entries_total{reason="altered"} 2.0')
                 assert not altered.exists() and not torn.exists()
                 assert await fetched(worker, first) == (320, None)
                 await shown(node, "moonrelay_cache_leases 0.0", "moonrelay_cache_quarantined_bytes 0.0")
@@ -100,35 +102,41 @@ def test_a_killed_node_has_its_files_again_and_serves_no_altered_one(valkey: Loc
     asyncio.run(run())
 
 
-def test_a_second_process_on_the_directory_says_so_and_serves(valkey: LocalValkey, tmp_path: Path) -> None:
-    cluster, disk = secrets.token_hex(4), tmp_path / "disk"
-    flags = ("--transport", "tcp", "--disk-dir", str(disk), "--disk-bytes", "64_000_000", "--dram-bytes", "2_000_000")
-    homes = [tmp_path / name for name in ("a", "b")]
+def refusal(url: str, home: Path, *flags: str) -> str:
+    """What a node that refuses its settings says, in one line, last."""
+    home.mkdir()
+    node = NodeProcess(url, secrets.token_hex(4), home, "--transport", "tcp", *flags)
+    try:
+        assert node.process.wait(timeout=30) == 2, node.output()
+        assert "Traceback" not in node.output() and not node.ready_file.exists()
+        return node.output().splitlines()[-1]
+    finally:
+        node.close()
 
-    async def run() -> None:
-        nodes = []
-        async with worker_in(valkey.url, cluster, "tcp") as (worker, membership):
-            try:
-                for home, name in zip(homes, ("cachestore-0", "cachestore-1"), strict=True):
-                    home.mkdir()
-                    nodes.append(NodeProcess(valkey.url, cluster, home, *flags, "--instance-id", name))
-                    wanted = len(nodes)
-                    joined = await membership.wait_for(
-                        lambda m, wanted=wanted: len(m.members("cachestore")) == wanted, soon(30)
-                    )
-                    assert joined, nodes[-1].output()
-                await shown(nodes[0], 'disk_state{state="ready"} 1.0')
-                await shown(nodes[1], 'disk_state{state="unavailable"} 1.0')
-                assert "in use by another process" in nodes[1].output()
-                [other] = [m for m in membership.members("cachestore") if m.instance_id == "cachestore-1"]
-                mine = prompt(secrets.token_bytes(16), (5, 5))
-                await stored(worker, other, mine)
-                assert await fetched(worker, mine) == (320, None)
-            finally:
-                for node in nodes:
-                    node.close()
 
-    asyncio.run(run())
+def test_settings_this_machine_cannot_have_end_the_start_with_one_line(valkey: LocalValkey, tmp_path: Path) -> None:
+    busy, foreign = tmp_path / "busy", tmp_path / "foreign"
+    foreign.mkdir()
+    (foreign / "letter.txt").write_text("not a cache's")
+    mine = EntryFiles(busy)
+    try:
+        cases = (
+            ("dram_bytes", "--dram-bytes", "900000000000000"),
+            ("listen", "--listen", "8.8.8.8:1"),
+            ("disk_dir", "--disk-bytes", "64_000_000", "--disk-dir", str(busy)),
+            ("disk_dir", "--disk-bytes", "64_000_000", "--disk-dir", str(foreign)),
+            ("disk_dir", "--disk-bytes", "64_000_000", "--disk-dir", str(foreign / "letter.txt")),
+        )
+        for number, (name, *flags) in enumerate(cases):
+            said = refusal(valkey.url, tmp_path / f"{number}", *flags)
+            assert said.startswith(f"moonrelay cachestore: {name}: expected") and flags[-1].split(":")[0] in said
+    finally:
+        mine.close()
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        for name in ("listen", "metrics-listen"):
+            said = refusal(valkey.url, tmp_path / name, f"--{name}", address)
+            assert said.startswith(f"moonrelay cachestore: {name.replace('-', '_')}: expected") and address in said
 
 
 @pytest.mark.parametrize(
