@@ -78,10 +78,18 @@ class PromptRun:
             sampling=self.prompt.sampling,
             restored=restored,
             hold_after_first=hold_after_first,
-            snapshot_at=tuple(cut for cut in self.prompt.snapshot_at if cut > restored),
+            snapshot_at=self._cuts(restored),
             write_back=self.turn.prompt is not None,
         )
         self.turn.submit(spec)
+
+    def _cuts(self, restored: int) -> tuple[int, ...]:
+        """Where to keep the state. Whoever planned that counted on the hit: where it could not be had, its own
+        boundary is kept anew, or the next prompt would find nothing there."""
+        cuts = set(self.prompt.snapshot_at)
+        if self.prompt.hit is not None and self.prompt.store:
+            cuts.add(self.prompt.hit.tokens)
+        return tuple(sorted(cut for cut in cuts if cut > restored))
 
     def close(self) -> None:
         """Nobody waits for events any more. Memory follows when the engine is done with it."""

@@ -84,6 +84,26 @@ def test_a_fetch_that_fails_is_a_miss_with_its_reason_and_the_same_tokens(valkey
     asyncio.run(scenario())
 
 
+def test_a_hit_that_is_gone_is_computed_and_stored_anew_for_the_next_to_find(valkey, make_engine, backend):
+    async def scenario():
+        async with cached_world(valkey, make_engine, backend) as (world, node):
+            prompt, root = prompt_of(140), next(roots)
+            await stored(world, prompt, root, 128)
+            hit = (await node.match(prompt, root)).hit()
+            [gone] = node.core.victims(1, now_ms=0)
+            assert gone.kind == "snapshot"
+            node.core.reclaim([gone])  # as where its file was refused; whoever planned this prompt did not know
+            cached = []
+            for _ in range(2):
+                ready, tokens = await continued(world, prefill_request(prompt, root=root, hit=hit, store=True))
+                await until(lambda: world.prefill.prompts.num_background == 0)
+                cached.append(ready.cache.cached_tokens)
+                assert tokens == await world.aggregated(prompt)
+            assert cached == [0, 128]
+
+    asyncio.run(scenario())
+
+
 def test_a_fetch_that_stalls_costs_its_deadline_and_its_memory_until_it_is_over(valkey, make_engine, backend):
     async def scenario():
         async with cached_world(valkey, make_engine, backend, timing=SHORT) as (world, node):
