@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Set
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Set
 from dataclasses import dataclass, field
-from typing import Any, Final, cast
+from typing import Any, Final
 
 import grpc
 import grpc.aio
@@ -19,10 +19,8 @@ from moonrelay.errors import (
     ServeError,
     Unavailable,
 )
-from moonrelay.prefix import Fingerprint
-from moonrelay.stubs.v1 import common_pb2, worker_pb2, worker_pb2_grpc
-from router.core import CacheAccount, Worker, WorkerKey
-from router.output import SampledToken
+from moonrelay.stubs.v1 import worker_pb2, worker_pb2_grpc
+from router.core import Worker, WorkerKey
 
 MESSAGE_BYTES_MAX: Final = 64 << 20  # a million ids are 3 MB, their hashes at most 1 MB
 DRAIN_S: Final = 10.0  # for the status that follows a call's last message
@@ -44,15 +42,27 @@ CHANNEL_OPTIONS: Final = (
 
 
 class WorkerLost(Unavailable):
-    """A worker failed under a request. `unreachable`: it was never reached, so it has done nothing for it;
-    `withdrawn`: decode was told by prefill that there is nothing to adopt, and prefill knows why.
+    """A worker failed under a request. The message is for the client, `detail` for the log.
+
+    `unreachable`: it was never reached, so it has done nothing for it; `died`: it ended under the request without a
+    word of its own; `withdrawn`: decode was told by prefill that there is nothing to adopt, and prefill knows why.
     """
 
-    def __init__(self, message: str, *workers: Worker, unreachable: bool = False, withdrawn: bool = False) -> None:
+    def __init__(
+        self,
+        message: str,
+        *workers: Worker,
+        unreachable: bool = False,
+        died: bool = False,
+        withdrawn: bool = False,
+        detail: str = "",
+    ) -> None:
         super().__init__(message)
         self.workers = workers
         self.unreachable = unreachable
+        self.died = died
         self.withdrawn = withdrawn
+        self.detail = detail
 
 
 class NoRoom(ServeError):
@@ -114,7 +124,7 @@ class WorkerStream:
             if not self.line.lost_under_call():
                 raise
             self.ended = True
-            raise WorkerLost(f"{self.worker.instance_id} shows no sign of life", self.worker) from None
+            raise _lifeless(self.worker) from None
 
     async def drain(self) -> None:
         """Let the call end by itself after its last message, so that the worker does not see a cancelled one."""
@@ -173,7 +183,7 @@ class Workers:
             if not line.lost_under_call():
                 answer.cancel()
                 raise
-            _fail(answer, WorkerLost(f"{worker.instance_id} shows no sign of life", worker))
+            _fail(answer, _lifeless(worker))
         else:
             if answer.cancelled():
                 self.release_reservation(worker, reservation_id)
@@ -306,6 +316,8 @@ _INVALID: Final[Mapping[str, type[InvalidRequest]]] = {
     kind.code: kind for kind in (InvalidRequest, ContextLengthExceeded, RequestTooLarge)
 }
 
+_CUT: Final = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)  # what a call sees of a connection that breaks
+
 
 def fault(worker: Worker, error: grpc.aio.AioRpcError) -> ServeError:
     """What a worker's status means for the request. Whatever another worker may do better is WorkerLost."""
@@ -320,66 +332,22 @@ def fault(worker: Worker, error: grpc.aio.AioRpcError) -> ServeError:
         case grpc.StatusCode.DEADLINE_EXCEEDED:
             return DeadlineExceeded("the request's deadline passed")
         case code:
-            withdrawn = trailing.get("moonrelay-reason") == "withdrawn"
-            return WorkerLost(f"{worker.instance_id} failed: {code.name}: {details}", worker, withdrawn=withdrawn)
+            said = trailing.get("moonrelay-code")  # no worker refuses without it: else the words are the connection's
+            died = said is None and code in _CUT
+            what = "died, or its connection broke" if died else f"failed with {said or 'an unknown error'}"
+            return WorkerLost(
+                f"{worker.instance_id} {what}, while it served the request",
+                worker,
+                died=died,
+                withdrawn=trailing.get("moonrelay-reason") == "withdrawn",
+                detail=f"{code.name}: {details}",
+            )
+
+
+def _lifeless(worker: Worker) -> WorkerLost:
+    return WorkerLost(f"{worker.instance_id} shows no sign of life", worker, died=True)
 
 
 def _fail(answer: asyncio.Future[str], error: ServeError) -> None:
     if not answer.done():
         answer.set_exception(error)
-
-
-def fingerprint_proto(fingerprint: Fingerprint) -> common_pb2.Fingerprint:
-    return common_pb2.Fingerprint(**{name: getattr(fingerprint, name) for name in fingerprint.__struct_fields__})
-
-
-def sampled(tokens: Iterable[common_pb2.Token]) -> list[SampledToken]:
-    return [
-        SampledToken(
-            id=token.id,
-            logprob=token.logprob if token.HasField("logprob") else None,
-            top=tuple((entry.id, entry.logprob) for entry in token.top),
-        )
-        for token in tokens
-    ]
-
-
-def token_proto(token: SampledToken) -> common_pb2.Token:
-    top = [common_pb2.TopLogprob(id=token_id, logprob=logprob) for token_id, logprob in token.top]
-    return common_pb2.Token(id=token.id, logprob=token.logprob, top=top)
-
-
-def restored_by_tier(cache: common_pb2.CacheUsage) -> dict[str, int]:
-    return {
-        "device": cache.cached_device,
-        "host": cache.cached_host,
-        "disk": cache.cached_disk,
-        "remote": cache.cached_remote,
-    }
-
-
-def cache_proto(account: CacheAccount) -> common_pb2.CacheUsage:
-    tiers = dict(account.by_tier)
-    return common_pb2.CacheUsage(
-        cached_tokens=account.cached_tokens,
-        cached_device=tiers["device"],
-        cached_host=tiers["host"],
-        cached_disk=tiers["disk"],
-        cached_remote=tiers["remote"],
-        matchable_tokens=account.matchable_tokens,
-        miss_reason=_reason_proto(account.miss_reason),
-        lost=[common_pb2.LostTokens(reason=_reason_proto(why), tokens=tokens) for why, tokens in account.lost],
-        seen_tokens=account.possible_tokens,
-    )
-
-
-def miss_reason_name(reason: int) -> str | None:
-    """The closed word for a wire value; None where nothing was lost."""
-    if reason == common_pb2.MISS_REASON_UNSPECIFIED:
-        return None
-    return common_pb2.MissReason.Name(reason).removeprefix("MISS_REASON_").lower()  # type: ignore[no-any-return]
-
-
-def _reason_proto(reason: str | None) -> common_pb2.MissReason:
-    name = "UNSPECIFIED" if reason is None else reason.upper()
-    return cast(common_pb2.MissReason, common_pb2.MissReason.Value(f"MISS_REASON_{name}"))

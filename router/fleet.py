@@ -11,6 +11,7 @@ from moonrelay.prefix import Fingerprint
 from moonrelay.stubs.v1 import worker_pb2
 from router.core import Worker, WorkerKey, WorkerRole
 
+GAP_WAIT_S: Final = 10.0
 ROLES: Final[tuple[WorkerRole, ...]] = ("prefill", "decode", "aggregated")
 
 
@@ -43,6 +44,24 @@ class Fleet(Protocol):
     async def changed(self, until_s: float) -> None:
         """Return when the view has changed, or at `until_s` (the loop's clock)."""
         ...
+
+
+class Gap:
+    """When the fleet's last whole path went. Workers that only had to write themselves again are back in a second."""
+
+    def __init__(self) -> None:
+        self.whole = False
+        self._since_s: float | None = None
+
+    def note(self, whole: bool, now_s: float) -> None:
+        """A fresh view, on the loop's clock."""
+        if self.whole and not whole:
+            self._since_s = now_s
+        self.whole = whole
+
+    def until_s(self, now_s: float) -> float:
+        """Until when a path may well come back; now where there never was one."""
+        return now_s if self._since_s is None else max(now_s, self._since_s + GAP_WAIT_S)
 
 
 class Index(Protocol):

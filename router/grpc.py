@@ -20,11 +20,12 @@ from moonrelay.status import grpc_status, http_status
 from moonrelay.stubs.v1 import api_pb2, api_pb2_grpc
 from router import fields
 from router.admission import Refused
-from router.edge import MESSAGE_BYTES_MAX, cache_proto, token_proto
+from router.edge import MESSAGE_BYTES_MAX
 from router.output import Piece
 from router.schema import TOP_LOGPROBS_MAX, GenerationRequest, parse_chat, parse_completion
 from router.service import Service
 from router.turn import Call
+from router.wire import cache_proto, token_proto
 
 SERVICE: Final = api_pb2.DESCRIPTOR.services_by_name["Generation"].full_name
 OFF_LOOP_BYTES: Final = 1 << 17

@@ -13,18 +13,12 @@ from moonrelay.errors import DeadlineExceeded
 from moonrelay.stubs.v1 import common_pb2, worker_pb2
 from router import core
 from router.core import Need, Plan, Worker
-from router.edge import (
-    WorkerLost,
-    Workers,
-    WorkerStream,
-    fingerprint_proto,
-    miss_reason_name,
-    restored_by_tier,
-)
+from router.edge import WorkerLost, Workers, WorkerStream
 from router.ledger import Ledger
 from router.lookup import Lookup
 from router.metrics import TRANSPORTS, RouterMetrics
 from router.turn import Turn
+from router.wire import fingerprint_proto, miss_reason_name, restored_by_tier
 
 log = logging.getLogger(__name__)
 Hear = Callable[[Any], Awaitable[bool]]  # an event of the stream; True: it was the last
@@ -194,11 +188,12 @@ class Legs:
         try:
             await self._hear_all(turn, stream, hear, handover)
         except WorkerLost as lost:
-            if leg.adopted:
+            if leg.adopted or lost.died:
                 raise
             if lost.withdrawn:
                 return  # the turn ended with its first token, or prefill's own stream says what went wrong
-            raise WorkerLost(str(lost), worker, prefill) from None  # either side may have broken the handoff
+            # Either side may have broken the handoff.
+            raise WorkerLost(str(lost), worker, prefill, detail=lost.detail) from None
 
     async def _generate(self, turn: Turn, leg: Leg, worker: Worker) -> None:
         """The aggregated path: one worker does both."""
@@ -323,7 +318,13 @@ def _cause(faults: Sequence[BaseException]) -> BaseException:
     if len(lost) < len(faults):
         return next(fault for fault in faults if not isinstance(fault, WorkerLost))
     workers = dict.fromkeys(worker for fault in lost for worker in fault.workers)
-    return WorkerLost(str(lost[0]), *workers, unreachable=all(fault.unreachable for fault in lost))
+    return WorkerLost(
+        str(lost[0]),
+        *workers,
+        unreachable=all(fault.unreachable for fault in lost),
+        died=all(fault.died or fault.unreachable for fault in lost),
+        detail="; ".join(fault.detail for fault in lost if fault.detail),
+    )
 
 
 def _put_off(clock: asyncio.Timeout, seconds: float) -> None:

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final, TypeVar
+from typing import Final, TypeVar
 
 from model.tokenizer import Tokenizer
 from moonrelay.errors import DeadlineExceeded, InvariantError, ServeError, Unavailable
@@ -22,7 +22,7 @@ from router.admission import Admission, Refused
 from router.core import Need, Plan, Worker, WorkerKey
 from router.edge import Background, NoRoom, WorkerLost, Workers
 from router.encodings import EncodingCache
-from router.fleet import ROLES, Fleet, Index
+from router.fleet import ROLES, Fleet, Gap, Index
 from router.idstore import IdStore
 from router.ledger import Ledger
 from router.legs import Leg, Legs
@@ -33,7 +33,7 @@ from router.prompt import Draft, Prompt, draft, token_limit, tokenise
 from router.recall import Recall
 from router.schema import GenerationRequest
 from router.settings import RouterSettings
-from router.turn import Call, ClientGone, Result, Sink, Turn
+from router.turn import Call, ClientGone, Result, Sink, Turn, log_fields
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -82,6 +82,7 @@ class Service:
             queue_timeout_s=settings.queue_timeout_ms / 1e3,
             room_retry_s=settings.room_retry_ms / 1e3,
         )
+        self.gap = Gap()
         self.ledger = Ledger(suspect_s=settings.suspect_ms / 1e3)
         self._threads = ThreadPoolExecutor(PREPARE_THREADS, thread_name_prefix="prepare")
         self._encodings = EncodingCache(model.tokenizer, settings.encodings_tokens_max)
@@ -170,6 +171,7 @@ class Service:
 
     def follow_fleet(self) -> None:
         """The fleet has changed: forget workers that are gone, and look after those that are missing under calls."""
+        self._note_gap(asyncio.get_running_loop().time())
         live = {worker.key for worker in self.fleet.workers()}
         self.ledger.prune(live)
         self.workers.prune(live)
@@ -292,12 +294,12 @@ class Service:
     async def _path(
         self, turn: Turn, need: Need, fingerprint: Fingerprint | None, full: Set[WorkerKey]
     ) -> Plan | None:
-        """The best plan now; after a loss, wait for one. None: whoever could serve is full.
+        """The best plan now; after a loss, or while the view has a gap, wait for one. None: who could serve is full.
 
         Raises: Unavailable.
         """
         loop = asyncio.get_running_loop()
-        until_s = loop.time() + (self.settings.recovery_wait_ms / 1e3 if turn.attempts else 0.0)
+        until_s: float | None = None
         while True:
             view, loads = self.fleet.workers(), self.ledger.loads
             suspects = frozenset(self.ledger.suspects(loop.time()))
@@ -308,10 +310,23 @@ class Service:
             plan = next((p for p in plans if p is not None), None)
             if plan is not None or full:
                 return plan
+            if until_s is None:
+                until_s = self._patience(turn, loop.time())
             if loop.time() >= until_s:
                 raise Unavailable("no worker can serve this now: expected a prefill and a decode worker")
             cleared_s = self.ledger.cleared_s()
             await self.fleet.changed(until_s if cleared_s is None else min(until_s, cleared_s))
+
+    def _patience(self, turn: Turn, now_s: float) -> float:
+        """Until when a request without a path waits for one, on the loop's clock."""
+        if turn.attempts:
+            return now_s + self.settings.recovery_wait_ms / 1e3
+        self._note_gap(now_s)  # `follow_fleet` may not have seen this view yet
+        return min(self.gap.until_s(now_s), now_s + self.admission.queue_timeout_s)
+
+    def _note_gap(self, now_s: float) -> None:
+        if self.fleet.present() is not None:  # else nobody can say
+            self.gap.note(bool(core.serving(self.fleet.workers())), now_s)
 
     async def _place(self, turn: Turn, leg: Leg) -> None:
         """Choose workers; wait in line where all are full. Raises: Refused.
@@ -348,49 +363,18 @@ class Service:
     def _after_loss(self, turn: Turn, lost: WorkerLost) -> None:
         """Decide whether to go on. Raises: WorkerLost when the request has lost too many workers."""
         now_s = asyncio.get_running_loop().time()
-        turn.end_if_complete()
-        phase = "after_first_token" if turn.generated else "before_first_token"
-        turn.attempts += 1
-        if lost.unreachable:
-            phase = "unreachable"
-        elif turn.generated:
-            turn.recoveries += 1
-        else:
-            turn.retries += 1
-        turn.served.retries = turn.attempts
+        phase = turn.lose(lost, now_s)
         for worker in lost.workers:
-            turn.failed.add(worker.key)
-            if lost.unreachable:
+            if lost.unreachable or (lost.died and not self._missing(worker)):  # the missing are not chosen anyway
                 self.ledger.suspect(worker, now_s)
         self.metrics.losses[phase].inc()
         names = [worker.instance_id for worker in lost.workers]
         fields = {"request_id": turn.call.request_id, "instance_ids": names, "phase": phase}
-        log.warning("worker lost", extra={**fields, "reason": str(lost)})
+        log.warning("worker lost", extra={**fields, "reason": str(lost), "detail": lost.detail})
         limits = self.settings
         spent = turn.retries > limits.retries_max or turn.recoveries > limits.recoveries_max
         if not turn.ended and (spent or turn.attempts >= limits.attempts_max):
             raise lost
-
-
-def log_fields(result: Result) -> dict[str, Any]:
-    """What the log says of a request that ended well: who served it, and its cache account."""
-    account, served = result.account, result.served
-    return {
-        "prefill": served.prefill,
-        "decode": served.decode,
-        "first_token_seconds": round(served.first_token_seconds, 4),
-        "finish_reason": result.finish_reason,
-        "prompt_tokens": account.prompt_tokens,
-        "completion_tokens": result.completion_tokens,
-        "cached_tokens": account.cached_tokens,
-        "cached_by_tier": {tier: tokens for tier, tokens in account.by_tier if tokens},
-        "matchable_tokens": account.matchable_tokens,
-        "possible_tokens": account.possible_tokens,
-        "miss_reason": account.miss_reason,
-        "lost": account.lost,
-        "held_tokens": served.held_tokens,
-        "recalled_tokens": result.recalled_tokens,
-    }
 
 
 async def _at_once(work: Callable[[], T]) -> T:

@@ -6,18 +6,20 @@ import secrets
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Final, Literal, Protocol
 
 from moonrelay.errors import ServeError
 from moonrelay.stubs.v1 import common_pb2
 from router.core import CacheAccount, WorkerKey
-from router.edge import sampled
+from router.edge import WorkerLost
 from router.metrics import RouterMetrics
 from router.output import Output, Piece
 from router.prompt import Draft, Prompt
 from router.schema import GenerationRequest
+from router.wire import sampled
 
 FinishReason = Literal["stop", "length", "tool_calls"]
+INCIDENT_S: Final = 2.0  # membership shows the dead for as long
 
 
 class ClientGone(ServeError):
@@ -81,6 +83,27 @@ class Result:
     recalled_tokens: int
 
 
+def log_fields(result: Result) -> dict[str, Any]:
+    """What the log says of a request that ended well: who served it, and its cache account."""
+    account, served = result.account, result.served
+    return {
+        "prefill": served.prefill,
+        "decode": served.decode,
+        "first_token_seconds": round(served.first_token_seconds, 4),
+        "finish_reason": result.finish_reason,
+        "prompt_tokens": account.prompt_tokens,
+        "completion_tokens": result.completion_tokens,
+        "cached_tokens": account.cached_tokens,
+        "cached_by_tier": {tier: tokens for tier, tokens in account.by_tier if tokens},
+        "matchable_tokens": account.matchable_tokens,
+        "possible_tokens": account.possible_tokens,
+        "miss_reason": account.miss_reason,
+        "lost": account.lost,
+        "held_tokens": served.held_tokens,
+        "recalled_tokens": result.recalled_tokens,
+    }
+
+
 class Turn:
     """A generation in progress, over as many workers as it takes.
 
@@ -110,12 +133,14 @@ class Turn:
         self.account: CacheAccount | None = None  # of the client's prompt: the first attempt's that got so far
         self.served = Served()
         self.emitting = False
-        self.attempts = 0  # that failed: `retries` before the first token, `recoveries` after it, or never arrived
+        self.attempts = 0  # that failed, those included that reached nobody or fell with the one before
+        # Incidents before and after the first token.
         self.retries = 0
         self.recoveries = 0
         self.full: set[WorkerKey] = set()
         self.failed: set[WorkerKey] = set()  # passed over as long as there are others
         self.queue_until_s: float | None = None
+        self._incident_until_s = 0.0  # on the loop's clock
         self._seed = seed
         self._stop_ids = stop_ids
         self._output = output
@@ -174,6 +199,26 @@ class Turn:
             self._reason = self._reason or "stop"
         elif self.remaining <= 0:
             self._reason = self._reason or "length"
+
+    def lose(self, lost: WorkerLost, now_s: float) -> str:
+        """Count a loss; returns the metrics' word for when it came.
+
+        What dies with the first of an incident costs no further retry: a request on one of two workers that fall
+        together is tried on the other before anybody can know.
+        """
+        self.end_if_complete()
+        self.attempts += 1
+        self.served.retries = self.attempts
+        self.failed.update(worker.key for worker in lost.workers)
+        if lost.unreachable:
+            return "unreachable"
+        if not (lost.died and now_s < self._incident_until_s):
+            self._incident_until_s = now_s + INCIDENT_S
+            if self.generated:
+                self.recoveries += 1
+            else:
+                self.retries += 1
+        return "after_first_token" if self.generated else "before_first_token"
 
     async def finish(self) -> Result:
         """Emit what was held back and sum up."""
