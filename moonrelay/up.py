@@ -23,6 +23,7 @@ import msgspec
 from moonrelay import settings as settings_module
 from moonrelay.children import Child, Nursery, clean_leftovers, python_command
 from moonrelay.errors import SettingsError
+from moonrelay.naming import served_name
 
 ZOO = Path(__file__).resolve().parent.parent / "model" / "zoo" / "k3_nano"
 POLL_S = 0.05  # only while starting: a ready file or a health answer is near
@@ -37,7 +38,7 @@ class UpSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Start a whole Moonrelay cluster on this machine."""
 
     model: str = str(ZOO)
-    served_model_name: str = ""  # empty: k3-nano for the small model, else the directory's name
+    served_model_name: str = ""  # empty: the directory's name, hyphens for underscores
     router: int = 1
     prefill: int = 1
     decode: int = 1
@@ -46,6 +47,8 @@ class UpSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     host: str = "127.0.0.1"
     port: int = 8000  # router i: HTTP on port + 2i, gRPC on port + 2i + 1; 0: free ports
     threads: int = 1  # per worker: on a small machine one each is faster than two fighting
+    disk_dir: str | None = None  # each cache node keeps files in a folder of its own below; None: none does
+    disk_bytes: int = 0  # how much each node's files may take
     redis_url: str | None = None  # None: a Valkey child
     ready_file: str | None = None
     ready_timeout_s: float = 300.0
@@ -57,14 +60,17 @@ class UpSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             if not low <= getattr(self, name) <= MAX_REPLICAS:
                 found = getattr(self, name)
                 raise SettingsError(f"--{name}: expected {low} to {MAX_REPLICAS} processes, found {found}")
+        settings_module.check_range(self, {"threads": (1, 1_024), "ready_timeout_s": (1, 86_400)})
+        if (self.disk_dir is None) != (self.disk_bytes == 0) or self.disk_bytes < 0:
+            found = f"{self.disk_dir} and {self.disk_bytes}"
+            raise SettingsError(f"disk_dir, disk_bytes: expected a directory and a size, or neither, found {found}")
         if not 0 <= self.port <= 65535 - 2 * MAX_REPLICAS:
             raise SettingsError(f"--port: expected 0 or a port with room above it, found {self.port}")
         if not (Path(self.model) / "config.json").is_file():
             raise SettingsError(f"--model: no config.json in {self.model}; expected a checkpoint directory")
 
     def model_name(self) -> str:
-        own = "k3-nano" if Path(self.model).resolve() == ZOO else Path(self.model).resolve().name
-        return self.served_model_name or own
+        return served_name(self.model, self.served_model_name)
 
 
 @dataclass
@@ -112,7 +118,7 @@ class Supervisor:
             self.failure = str(failed.exceptions[0])
         finally:
             await self._stop_all()
-        say(self.failure or "stopped")
+        say(f"{self.failure or 'stopped'}; the logs are in {self.nursery.dir}")
         return 1 if self.failure else 0
 
     async def _start_all(self, group: asyncio.TaskGroup) -> list[asyncio.Task[None]]:
@@ -172,6 +178,9 @@ class Supervisor:
             if role != "cachestore":
                 args += ["--model-dir", self.settings.model, "--model-name", self.settings.model_name()]
                 args += ["--threads", str(self.settings.threads)]
+            elif self.settings.disk_dir is not None:
+                folder = Path(self.settings.disk_dir).resolve() / name
+                args += ["--disk-dir", str(folder), "--disk-bytes", str(self.settings.disk_bytes)]
         command = {"aggregated": ["decode", "--aggregated"]}.get(role, [role])
         return Service(name, python_command(*command, *args), ready)
 

@@ -21,6 +21,7 @@ from moonrelay import settings as settings_module
 from moonrelay.errors import ServeError, SettingsError
 from moonrelay.log import configure
 from moonrelay.membership import Load, Member, Membership
+from moonrelay.naming import served_name
 from moonrelay.valkey import check_policy, connect
 from router.cluster import ClusterIndex, MemberFleet
 from router.frontend import Frontends, start
@@ -56,9 +57,8 @@ def load_model(settings: RouterSettings) -> ServedModel:
     if tokenizer.vocab_size != config.vocab_size:
         sizes = f"{tokenizer.vocab_size} tokens, config.json says {config.vocab_size}"
         raise SettingsError(f"model_dir: {folder}: the tokenizer has {sizes}")
-    name = settings.served_model_name or folder.resolve().name
     return ServedModel(
-        name=name,
+        name=served_name(folder, settings.served_model_name),
         tokenizer=tokenizer,
         context_len=config.context_len,
         created=int(time.time()),

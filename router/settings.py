@@ -18,7 +18,7 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     instance_id: str = "router-0"
     listen: str = "127.0.0.1:8000"  # HTTP, host:port; port 0 takes a free one
     grpc_listen: str = "127.0.0.1:8001"
-    served_model_name: str = ""  # empty: the name of model_dir
+    served_model_name: str = ""  # empty: of model_dir, hyphens for underscores
     ready_file: str = ""
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
 

@@ -19,6 +19,7 @@ from model.batch import Backend, PoolLayout, Segment
 from model.checkpoint import weights_revision
 from model.ops.snapshot import DTYPE_NAMES
 from model.tokenizer import tokenizer_revision
+from moonrelay.naming import served_name
 from moonrelay.prefix import Fingerprint
 
 LAYOUT_VERSION: Final = "1"  # the stored order of blocks and snapshots, model/batch.py
@@ -51,7 +52,7 @@ def load_model(settings: WorkerSettings, say: Callable[[str], None]) -> LoadedMo
     Raises: ModelError, BackendUnavailable.
     """
     model_dir, began = Path(settings.model_dir), time.monotonic()
-    name = settings.model_name or model_dir.resolve().name.replace("_", "-")
+    name = served_name(model_dir, settings.model_name)
     say(f"loading {name} from {model_dir}")
     backend, threads = _load_fastest(settings, model_dir, say)
     say(f"loaded {name}: backend {backend.name}, {threads} threads, {time.monotonic() - began:.1f} s")

@@ -20,8 +20,10 @@ from cachestore.index import CacheIndex, Entry
 from model.tokenizer import tokenizer_revision
 from moonrelay.errors import SettingsError
 from moonrelay.membership import Load, Member, Membership
+from moonrelay.naming import served_name
 from moonrelay.prefix import Fingerprint, prefix_hashes, prefix_root
 from moonrelay.stubs.v1 import common_pb2
+from moonrelay.up import ZOO, UpSettings
 from moonrelay.valkey import connect, start_local_valkey
 from router.cluster import ClusterIndex, MemberFleet, worker_of
 from router.main import beat, load_model
@@ -43,7 +45,7 @@ LAYOUT = {
 @pytest.fixture
 def model_dir(tmp_path: Path) -> Path:
     """The toy tokenizer with a config that fits it."""
-    folder = tmp_path / "toy-model"
+    folder = tmp_path / "toy_model"
     folder.mkdir()
     shutil.copy(TOY / "tiktoken.model", folder)
     config = json.loads((ROOT / "tests/data/k3_tiny_mxfp4/config.json").read_text())
@@ -245,6 +247,8 @@ def test_settings_that_cannot_work_are_named(model_dir, tmp_path):
         with pytest.raises(SettingsError, match=name):
             RouterSettings(**{**base, **change})
     assert load_model(RouterSettings(**base)).name == "toy-model"
+    own = UpSettings(model=str(model_dir)).model_name()
+    assert own == served_name(model_dir) == "toy-model" and served_name("a/k3_nano") == "k3-nano" == served_name(ZOO)
     with pytest.raises(SettingsError, match="model_dir"):
         load_model(RouterSettings(**{**base, "model_dir": str(tmp_path)}))
     config = json.loads((model_dir / "config.json").read_text())
