@@ -183,8 +183,8 @@ class Node:
         host = self.settings.listen.rpartition(":")[0]
         try:
             port = self._server.add_insecure_port(self.settings.listen)
-        except RuntimeError as error:
-            found = f"{self.settings.listen}: {error}"
+        except RuntimeError:  # gRPC's own words say no more
+            found = f"{self.settings.listen}: in use, or not of this machine"
             raise SettingsError(f"listen: expected a free HOST:PORT of this machine, found {found}") from None
         return f"{self.settings.advertise_host or host}:{port}"
 

@@ -7,9 +7,18 @@ from typing import Literal
 import msgspec
 
 from moonrelay.errors import SettingsError
+from moonrelay.settings import DAY_MS, check_range
 
 DRAM_BYTES_MIN = 1 << 20
 DISK_BYTES_MIN = 1 << 20
+BYTES_MAX = 1 << 60
+BOUNDS = {
+    "dram_bytes": (DRAM_BYTES_MIN, BYTES_MAX),
+    "disk_bytes": (0, BYTES_MAX),
+    "replicate_after": (0, 1 << 30),
+    "pull_timeout_ms": (1, DAY_MS),
+    "longest_transfer_ms": (1, DAY_MS),
+}
 
 
 class CacheSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -32,17 +41,11 @@ class CacheSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
 
     def __post_init__(self) -> None:
-        if self.dram_bytes < DRAM_BYTES_MIN:
-            raise SettingsError(f"dram_bytes: expected at least {DRAM_BYTES_MIN}, found {self.dram_bytes}")
         if self.disk_dir is None and self.disk_bytes:
             raise SettingsError(f"disk_dir: expected a directory for disk_bytes {self.disk_bytes}, found none")
         if self.disk_dir is not None and self.disk_bytes < DISK_BYTES_MIN:
             raise SettingsError(f"disk_bytes: expected at least {DISK_BYTES_MIN}, found {self.disk_bytes}")
-        if self.replicate_after < 0:
-            raise SettingsError(f"replicate_after: expected 0 or more, found {self.replicate_after}")
-        for name in ("pull_timeout_ms", "longest_transfer_ms"):
-            if getattr(self, name) <= 0:
-                raise SettingsError(f"{name}: expected more than 0, found {getattr(self, name)}")
+        check_range(self, BOUNDS)
         for name in ("listen", "metrics_listen"):
             host, colon, port = getattr(self, name).rpartition(":")
             if not host or not colon or not port.isdigit() or int(port) > 65_535:

@@ -18,9 +18,8 @@ from engine.worker.pairs import Pairs
 from engine.worker.process import Worker, build_prompts, cache_arguments, serve
 from engine.worker.prompt import PromptRunner
 from engine.worker.settings import WorkerSettings
-from moonrelay.errors import SettingsError
 from moonrelay.ids import Role
-from moonrelay.settings import load
+from moonrelay.settings import DAY_MS, check_range, load
 from moonrelay.stubs.v1 import worker_pb2_grpc
 
 SERVICE_NAME = "moonrelay.v1.DecodeWorker"
@@ -34,8 +33,7 @@ class DecodeSettings(WorkerSettings, frozen=True, kw_only=True, forbid_unknown_f
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.reservation_ttl_ms < 1:
-            raise SettingsError(f"reservation_ttl_ms: expected at least 1, found {self.reservation_ttl_ms}")
+        check_range(self, {"reservation_ttl_ms": (1, DAY_MS)})
 
 
 class DecodeService:

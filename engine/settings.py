@@ -7,8 +7,18 @@ from typing import Literal
 import msgspec
 
 from moonrelay.errors import SettingsError
+from moonrelay.settings import check_range
 
 TILE_TOKENS = 64  # a prompt may be cut only at multiples of this, or results would depend on the cut
+BOUNDS = {
+    "block_tokens": (TILE_TOKENS, 1 << 16),
+    "num_blocks": (1, 1 << 28),
+    "num_slots": (1, 1 << 20),
+    "max_batch_tokens": (1, 1 << 20),
+    "prefill_share_tokens": (TILE_TOKENS, 1 << 20),
+    "max_batch_sequences": (1, 1 << 16),
+    "queue_len_max": (0, 1 << 20),
+}
 
 
 class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -26,13 +36,9 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     writeback: Literal["on", "off", "adaptive"] = "adaptive"
 
     def __post_init__(self) -> None:
-        for name in self.__struct_fields__:
-            if name != "writeback" and getattr(self, name) < (0 if name == "queue_len_max" else 1):
-                raise SettingsError(f"{name} must be positive, found {getattr(self, name)}")
+        check_range(self, BOUNDS)
         if self.block_tokens % TILE_TOKENS:
             raise SettingsError(f"block_tokens must be a multiple of {TILE_TOKENS}, found {self.block_tokens}")
-        if self.prefill_share_tokens < TILE_TOKENS:
-            raise SettingsError(f"prefill_share_tokens below {TILE_TOKENS} would starve prompts")
         if self.max_batch_tokens < self.max_batch_sequences + TILE_TOKENS:
             raise SettingsError(
                 f"max_batch_tokens must hold max_batch_sequences decoding tokens and {TILE_TOKENS} of a prompt: "

@@ -10,12 +10,15 @@ import os
 import shutil
 import signal
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 PR_SET_PDEATHSIG = 1
 LOG_TAIL_LINES = 12
+LOGS = "up-logs"
+RUNS_KEPT = 3
 _libc = ctypes.CDLL(None)  # loaded before any fork: the child may only call it
 
 
@@ -90,13 +93,27 @@ class Nursery:
         return Child(name, process, log)
 
     def close(self) -> None:
-        shutil.rmtree(self.dir, ignore_errors=True)
+        """Nothing of it runs any more: keep the logs for whoever wants to know, beside those of the runs before."""
+        self.dir = keep_logs(self.dir, self.dir.parent.parent / LOGS)
 
     def _record(self, name: str, pid: int) -> None:
         self._records[name] = (pid, start_ticks(pid) or 0)
         scratch = self.dir / "children.tmp"
         scratch.write_text(json.dumps(self._records))
         scratch.rename(self.dir / "children.json")
+
+
+def keep_logs(directory: Path, kept: Path) -> Path:
+    """Move an ended run's directory to `kept`, where the newest runs stay; returns where it is now."""
+    target = kept / f"{time.time_ns()}-{directory.name}"
+    try:
+        kept.mkdir(mode=0o700, parents=True, exist_ok=True)
+        directory.rename(target)
+    except OSError:  # another start may be cleaning up too
+        shutil.rmtree(directory, ignore_errors=True)
+    for old in sorted(kept.glob("*-*"), key=lambda path: int(path.name.partition("-")[0]))[:-RUNS_KEPT]:
+        shutil.rmtree(old, ignore_errors=True)
+    return target
 
 
 def clean_leftovers(base: Path) -> list[str]:
@@ -117,8 +134,8 @@ def clean_leftovers(base: Path) -> list[str]:
                 with contextlib.suppress(ProcessLookupError):  # another start may be cleaning up too
                     os.kill(child, signal.SIGKILL)
                 done.append(f"killed {name} (pid {child}) left by a crashed run")
-        shutil.rmtree(directory, ignore_errors=True)
-        done.append(f"removed {directory}")
+        kept = keep_logs(directory, base.parent / LOGS)
+        done.append(f"{directory} was left by a crashed run; its logs are now in {kept}")
     return done
 
 

@@ -39,6 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     # UCX's EFA module crashes the process at exit on hosts with the distribution's verbs libraries; it must be
     # off before anything can create an agent.
     os.environ.setdefault("UCX_MODULES", "^efa")
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # its lines repeat what we say of a port or a peer
     command: Callable[[Sequence[str]], int | None] = importlib.import_module(COMMANDS[argv[0]][0]).main
     try:
         return command(argv[1:]) or 0

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 import tomllib
 import types
 import typing
@@ -22,7 +23,21 @@ import msgspec
 from moonrelay.errors import SettingsError
 
 ENV_PREFIX = "MOONRELAY_"
-NOT_SETTINGS = {"MOONRELAY_SHARED", "MOONRELAY_CACHE_DIR", "MOONRELAY_CONFIG"}
+NOT_SETTINGS = {"MOONRELAY_SHARED", "MOONRELAY_CACHE_DIR", "MOONRELAY_CONFIG", "MOONRELAY_BENCH_DIR"}
+# Of every role: an environment is shared by processes of several, and a role does not import another to ask.
+_ALL_NAMES = """
+    admission_wait_ms advertise_host aggregated attempts_max backend block_tokens body_bytes_max body_timeout_ms
+    cache cachestore cluster connect_timeout_ms decode default_max_tokens device_share disk_bytes disk_dir drain_ms
+    drain_timeout_ms dram_bytes encodings_tokens_max grpc_listen handoff_lease_ms handoff_timeout_ms host
+    ids_bytes_max ids_timeout_ms ids_ttl_s in_flight_max instance_id listen log_level longest_transfer_ms
+    max_batch_sequences max_batch_tokens max_tokens metrics_listen model model_dir model_name num_blocks num_slots
+    numerics part_bytes port prefill prefill_share_tokens publish_inflight_max pull_timeout_ms queue_len_max
+    queue_timeout_ms ready_file ready_timeout_s recoveries_max recovery_wait_ms redis_url replicate_after
+    request_deadline_ms reservation_ttl_ms retries_max room_retry_ms router rpc_timeout_ms served_model_name
+    snapshot_dtype stall_timeout_ms suspect_ms threads transfer_min_bytes_per_s transport verbose writeback
+"""
+ALL_NAMES = frozenset(_ALL_NAMES.split())
+DAY_MS = 86_400_000  # no wait of ours is longer
 SECRET_WORDS = ("secret", "password", "token_file", "api_key", "salt")
 S = TypeVar("S", bound=msgspec.Struct)
 
@@ -56,6 +71,8 @@ def load(
         value = environ.get(ENV_PREFIX + name.upper())
         if value is not None and ENV_PREFIX + name.upper() not in NOT_SETTINGS:
             merged[name] = _convert(value, hints[name], f"environment {ENV_PREFIX}{name.upper()}")
+    for unknown in _unknown(environ, fields):
+        print(f"{prog}: environment {unknown}: no setting has this name, ignored", file=sys.stderr, flush=True)
     for name, value in flags.items():
         if value is not None:
             merged[name] = _convert(value, hints[name], "--" + name.replace("_", "-"))
@@ -67,6 +84,19 @@ def load(
         return msgspec.convert(merged, kind)
     except msgspec.ValidationError as error:
         raise SettingsError(str(error)) from None
+
+
+def check_range(settings: msgspec.Struct, bounds: Mapping[str, tuple[float, float]]) -> None:
+    """Every named field lies within its bounds, both included. Raises: SettingsError."""
+    for name, (low, high) in bounds.items():
+        if not low <= getattr(settings, name) <= high:
+            raise SettingsError(f"{name}: expected {low} to {high}, found {getattr(settings, name)}")
+
+
+def _unknown(environ: Mapping[str, str], fields: Mapping[str, Any]) -> list[str]:
+    """Names that look like settings and are none of any role."""
+    known = NOT_SETTINGS | {ENV_PREFIX + name.upper() for name in ALL_NAMES | fields.keys()}
+    return sorted(name for name in environ if name.startswith(ENV_PREFIX) and name not in known)
 
 
 def redacted(settings: msgspec.Struct) -> dict[str, Any]:

@@ -12,8 +12,7 @@ from engine.worker.pairs import Pairs
 from engine.worker.process import Worker, build_prompts, cache_arguments, serve
 from engine.worker.prompt import PromptRunner
 from engine.worker.settings import WorkerSettings
-from moonrelay.errors import SettingsError
-from moonrelay.settings import load
+from moonrelay.settings import check_range, load
 from moonrelay.stubs.v1 import worker_pb2_grpc
 from prefill.core import HandoffTable
 from prefill.edge import PrefillEdge
@@ -30,8 +29,7 @@ class PrefillSettings(WorkerSettings, frozen=True, kw_only=True, forbid_unknown_
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.part_bytes < 1:
-            raise SettingsError(f"part_bytes: expected at least 1, found {self.part_bytes}")
+        check_range(self, {"part_bytes": (1, 1 << 40)})
 
 
 class PrefillService:

@@ -91,8 +91,8 @@ class Server:
         host, _, _ = listen.rpartition(":")
         try:
             port = self.grpc.add_insecure_port(listen)
-        except RuntimeError as error:
-            found = f"{listen}: {error}"
+        except RuntimeError:  # gRPC's own words say no more
+            found = f"{listen}: in use, or not of this machine"
             raise SettingsError(f"listen: expected a free HOST:PORT of this machine, found {found}") from None
         return f"{advertise_host or host}:{port}"
 

@@ -9,7 +9,18 @@ import msgspec
 from engine.settings import EngineSettings
 from engine.worker.timing import Timing
 from model.ops.snapshot import SnapshotDtype
-from moonrelay.errors import SettingsError
+from moonrelay.settings import DAY_MS, check_range
+
+BOUNDS = {
+    "threads": (0, 1_024),
+    "device_share": (0, 1),
+    "admission_wait_ms": (0, DAY_MS),
+    "publish_inflight_max": (0, 4_096),
+    "handoff_timeout_ms": (1, DAY_MS),
+    "transfer_min_bytes_per_s": (1, 1 << 50),
+    "handoff_lease_ms": (1, DAY_MS),
+    "drain_timeout_ms": (0, DAY_MS),
+}
 
 
 class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -53,11 +64,7 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     drain_timeout_ms: int = 8_000  # after SIGTERM
 
     def __post_init__(self) -> None:
-        for name in ("admission_wait_ms", "drain_timeout_ms", "threads", "publish_inflight_max"):
-            if getattr(self, name) < 0:
-                raise SettingsError(f"{name} must not be negative, found {getattr(self, name)}")
-        if not 0 <= self.device_share <= 1:
-            raise SettingsError(f"device_share must lie in [0, 1], found {self.device_share}")
+        check_range(self, BOUNDS)
         self.timing()
         self.engine()
 
