@@ -18,7 +18,7 @@ from cachestore.node import tiers as tiers_module
 from cachestore.node.file_form import Header
 from cachestore.node.files import OWNER_FILE, EntryFiles
 from cachestore.node.states import State
-from moonrelay.errors import DeadlineExceeded, SettingsError
+from moonrelay.errors import DeadlineExceeded
 from moonrelay.valkey import LocalValkey, start_local_valkey
 
 DISK_BYTES = 1 << 24
@@ -226,49 +226,6 @@ def metric(world: LocalWorld, name: str) -> float:
     return sum(
         s.value for family in world.node.metrics.registry.collect() for s in family.samples if s.name == wanted
     )
-
-
-def test_a_directory_in_use_is_waited_for_and_then_refused(
-    valkey: LocalValkey, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def run() -> None:
-        async with local_world(valkey.url, 2 * BUNDLE_BYTES, tmp_path, DISK_BYTES) as first:
-            mine = prompt(fresh_root(), (5, 4))
-            await published(first, mine)
-            with pytest.raises(SettingsError, match=r"^disk_dir: expected .* in use by another process"):
-                async with local_world(valkey.url, 2 * BUNDLE_BYTES, tmp_path, DISK_BYTES):
-                    pass
-            # One that lets go while the next one waits, as a killed predecessor does.
-            monkeypatch.setattr(tiers_module, "OPEN_AGAIN_S", 0.01)
-            closing = asyncio.ensure_future(first.node.disk.close())
-            async with local_world(valkey.url, 2 * BUNDLE_BYTES, tmp_path, DISK_BYTES) as second:
-                await closing
-                await settled(second)
-                assert second.node.core.stats().disk.num_snapshots == 1
-                assert len(files_in(tmp_path)) == 5
-
-    asyncio.run(run())
-
-
-def test_files_that_were_cut_while_nobody_looked_are_counted_by_reason(valkey: LocalValkey, tmp_path: Path) -> None:
-    mine = prompt(fresh_root(), (5, 4))
-
-    async def run() -> None:
-        async with local_world(valkey.url, 2 * BUNDLE_BYTES, tmp_path, DISK_BYTES) as world:
-            await published(world, mine)
-        [cut] = (path for path in files_in(tmp_path) if path.suffix == ".snapshot")
-        os.truncate(cut, cut.stat().st_size - 1)
-        async with local_world(valkey.url, 2 * BUNDLE_BYTES, tmp_path, DISK_BYTES) as world:
-            await settled(world)
-            counts = {
-                s.labels["reason"]: s.value
-                for family in world.node.metrics.registry.collect()
-                for s in family.samples
-                if s.name == "moonrelay_cache_disk_refused_entries_total"
-            }
-            assert counts == {"torn": 1, "altered": 0, "unreadable": 0, "memory": 0} and not cut.exists()
-
-    asyncio.run(run())
 
 
 def test_without_redis_what_is_on_disk_too_makes_room_and_the_index_hears_later(tmp_path: Path) -> None:
