@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import random
 import shutil
 import time
 from collections.abc import Callable
@@ -14,10 +15,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from model.tokenizer import Tokenizer
-from train import data, nano
+from model.tokenizer import VOCABULARY_FILE, Tokenizer
+from train import data, loops, nano
 from train.experts import mxfp4_round
 from train.loss import cross_entropy
 from train.network import Network, Shape
@@ -50,6 +52,11 @@ class Settings:
     copy_share: float = 0.2  # until copy_tokens are seen, then copy_share_later
     copy_share_later: float = 0.04
     copy_tokens: int = 120_000
+    # The last share of the budget teaches to stop: see loops.py.
+    end: float = 0.16
+    chat_share_end: float = 0.4
+    loop_share_end: float = 0.3
+    loop_steps: int = 12  # after so many the model writes anew
     seed: int = 0
     compiled: bool = True
     checkpoint_s: float = 300.0
@@ -75,8 +82,11 @@ class Run:
         self.chat_tokens = 0
         self.elapsed_s = 0.0
         self.copy_tokens = 0
-        self.next_row = dict.fromkeys(KINDS, 0)
-        self.rows = {name: data.load(settings.work, name) for name in (*KINDS, *VALIDATIONS)}
+        self.next_row = dict.fromkeys((*KINDS, "loop"), 0)
+        self.loops_until = 0
+        self.rows: dict[str, tuple[NDArray[Any], ...]] = {
+            name: data.load(settings.work, name) for name in (*KINDS, *VALIDATIONS)
+        }
         sizes = [len(self.tokenizer.decode_bytes([token])) for token in range(self.tokenizer.num_ranks)]
         self.token_bytes = np.array(sizes + [0] * (self.tokenizer.vocab_size - len(sizes)))
 
@@ -100,9 +110,29 @@ class Run:
     def shares(self) -> dict[str, float]:
         """How likely the next row is of each kind."""
         s = self.settings
+        if 1.0 - self.progress() < s.end:
+            loop = s.loop_share_end if self._loops() else 0.0
+            return {"text": 1.0 - s.chat_share_end - loop, "chat": s.chat_share_end, "copy": 0.0, "loop": loop}
         chat = s.chat_share_decay if 1.0 - self.progress() < s.decay else s.chat_share
         copy = s.copy_share if self.copy_tokens < s.copy_tokens else s.copy_share_later
         return {"text": 1.0 - chat - copy, "chat": chat, "copy": copy}
+
+    def _loops(self) -> bool:
+        """Whether there are rows of what the model repeats now; made anew now and then."""
+        if self.step >= self.loops_until:
+            rng = random.Random(f"{self.settings.seed}:{self.step}")
+            words = self.tokenizer
+            opening = [words.open, *words.encode('message role="assistant"'), words.sep]
+            asked = loops.prompts(self.rows["text"], self.rows["chat"], opening, rng)
+            self.rows["loop"] = loops.rows(
+                self.params,
+                self.config,
+                self.settings.vocabulary / VOCABULARY_FILE,
+                asked,
+                self.tokenizer.end_of_msg,
+            )
+            self.loops_until = self.step + self.settings.loop_steps
+        return bool(self.rows["loop"])
 
     def batch(self) -> tuple[list[str], Tensor, Tensor, Tensor]:
         """(kind of each row, ids, first, loss weights) of the next step; [B,ROW], weights sum to 1 at most."""
@@ -149,7 +179,7 @@ class Run:
         self.tokens += targets.numel()
         self.chat_tokens += kinds.count("chat") * targets.numel() // len(kinds)
         self.copy_tokens += kinds.count("copy") * targets.numel() // len(kinds)
-        return loss.item() / each[:, 1:].sum().item()
+        return loss.item() / each[:, 1:].abs().sum().clamp(min=1e-9).item()
 
     def _balance(self, counts: list[Tensor], rate: float) -> None:
         """Move each expert's selection bias against its load; no loss term is involved."""
@@ -186,6 +216,7 @@ class Run:
             "params": {name: value.detach() for name, value in self.params.items()},
             "optimizer": self.optimizer.state(),
             "config": self.config,
+            "loops": [torch.from_numpy(part) for part in self.rows.get("loop", ())],
             **{name: getattr(self, name) for name in COUNTERS},
         }
         self.settings.folder.mkdir(parents=True, exist_ok=True)
@@ -210,6 +241,7 @@ class Run:
                 self.optimizer.load(state["optimizer"])
                 for name in COUNTERS:
                     setattr(self, name, state[name])
+                self.rows["loop"] = tuple(part.numpy() for part in state["loops"])
                 return True
         return False
 
@@ -253,7 +285,7 @@ class Run:
         }
 
 
-COUNTERS = ("step", "tokens", "chat_tokens", "copy_tokens", "elapsed_s", "next_row")
+COUNTERS = ("step", "tokens", "chat_tokens", "copy_tokens", "elapsed_s", "next_row", "loops_until")
 
 
 def append_log(folder: Path, record: dict[str, Any]) -> None:

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from train import attention, kda
+from train import attention, kda, loops
 from train.checkpoint import mxfp4_unpack
 from train.experts import grouped_mm, mxfp4_pack, mxfp4_round, permute_rows
 from train.loss import cross_entropy
@@ -93,6 +93,28 @@ def test_cross_entropy_equals_torch_under_weights() -> None:
         lambda hidden, head: (F.cross_entropy(hidden @ head.mT, targets, reduction="none") * weights).sum(),
         (torch.randn(600, 8), torch.randn(50, 8)),
     )
+
+
+def test_an_unwanted_token_is_pushed_down() -> None:
+    """A negative weight: the gradient of log(1 - p), as autograd has it."""
+    rng = torch.Generator().manual_seed(0)
+    hidden = torch.randn(6, 8, generator=rng).requires_grad_()
+    head = torch.randn(12, 8, generator=rng).requires_grad_()
+    targets, weights = torch.tensor([1, 2, 3, 4, 5, 6]), torch.tensor([1.0, -1.0, 0.0, -0.5, 2.0, -1.0])
+    loss, losses = cross_entropy(hidden, head, targets, weights)
+    grads = torch.autograd.grad(loss, (hidden, head))
+    chance = (hidden @ head.T).log_softmax(-1).gather(1, targets[:, None])[:, 0]
+    plain = torch.where(weights < 0, torch.log1p(-chance.exp()), -chance)
+    torch.testing.assert_close(losses, plain)
+    for found, wanted in zip(grads, torch.autograd.grad((plain * weights).sum(), (hidden, head)), strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_what_goes_round_is_found_at_its_third_time() -> None:
+    assert not any(loops.repeats(list(range(50))))
+    assert not any(loops.repeats([*range(10), *range(10)]))
+    found = loops.repeats([9, *[1, 2, 3] * 5])
+    assert found.index(True) == 1 + 6 + 2 * 3 - 1 and all(found[found.index(True) :])
 
 
 def test_what_is_packed_is_bit_for_bit_what_was_trained() -> None:

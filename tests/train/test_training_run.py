@@ -35,6 +35,7 @@ def settings(tmp_path: Path) -> Settings:
         minutes=None,
         compiled=False,
         validate_steps=3,
+        end=0.0,  # rows this short hold no prompt to write from
     )
 
 
