@@ -30,6 +30,7 @@ class Server:
 class Timing:
     ttft_s: float
     last_s: float
+    end_s: float  # the stream's end: after the last token a server may still put the turn away
     tokens: int
     usage: dict[str, Any]
 
@@ -65,7 +66,8 @@ async def stream(session: aiohttp.ClientSession, server: Server, prompt: Sequenc
                 first = first or last
     if first is None or last is None:
         raise RuntimeError(f"{server.name}: the stream held no token event")
-    return Timing(first - began, last - began, usage.get("completion_tokens", 0), usage)
+    ended = time.perf_counter()
+    return Timing(first - began, last - began, ended - began, usage.get("completion_tokens", 0), usage)
 
 
 class Measure:
@@ -83,13 +85,13 @@ class Measure:
         timing = await stream(self.session, self.server, self._prompt(length), 2)
         return length / timing.ttft_s
 
-    async def decode(self, streams: int, tokens: int) -> float:
-        """Generated tokens per second over all streams, 32-token prompts, from the first to the last token."""
-        began = time.perf_counter()
+    async def decode(self, streams: int, tokens: int) -> tuple[float, float]:
+        """Generated tokens per second over all streams, 32-token prompts, from the first to the last token; and the
+        seconds from a stream's last token to its end."""
         prompts = [self._prompt(32) for _ in range(streams)]
         timings = await asyncio.gather(*(stream(self.session, self.server, p, tokens) for p in prompts))
-        wall = time.perf_counter() - began - min(t.ttft_s for t in timings)
-        return sum(t.tokens - 1 for t in timings) / wall
+        wall = max(t.last_s for t in timings) - min(t.ttft_s for t in timings)
+        return sum(t.tokens - 1 for t in timings) / wall, max(t.end_s - t.last_s for t in timings)
 
     async def cached(self, length: int, shared: int) -> tuple[Timing, Timing]:
         """Cold, then a prompt that shares its first `shared` tokens."""

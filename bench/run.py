@@ -112,8 +112,9 @@ async def sample_all(servers: list[client.Server], rounds: int) -> dict[str, dic
                 for length in (512, 2048):
                     found.setdefault(f"prefill_{length}_tps", []).append(await measure.prefill(length))
                 for streams in (1, 4, 8):
-                    rate = await measure.decode(streams, DECODE_TOKENS)
+                    rate, end_s = await measure.decode(streams, DECODE_TOKENS)
                     found.setdefault(f"decode_{streams}_tps", []).append(rate)
+                    found.setdefault(f"decode_{streams}_end_ms", []).append(end_s * 1e3)
                 cold, warm = await measure.cached(2048, 1984)
                 found.setdefault("ttft_2048_cold_ms", []).append(cold.ttft_s * 1e3)
                 found.setdefault("ttft_2048_cached_ms", []).append(warm.ttft_s * 1e3)
