@@ -8,22 +8,12 @@ from moonrelay.stubs.v1 import common_pb2, worker_pb2
 
 
 def opened_from_wire(wire: worker_pb2.HandoffOpened) -> Opened:
-    return Opened(
-        handoff_id=wire.handoff_id,
-        fingerprint=fingerprint_from_wire(wire.fingerprint),
-        layout=layout_from_wire(wire.layout),
-        split=_split(wire.split),
-        prompt_tokens=wire.prompt_tokens,
-        instance_id=wire.source.instance_id,
-        epoch=wire.source.epoch,
-        pools={pool.id: pool.length for pool in wire.source.pools},
-        fence=wire.fence,
-    )
+    return _opened(wire, wire.prompt_tokens)
 
 
 def manifest_from_wire(wire: worker_pb2.Manifest) -> Manifest:
     return Manifest(
-        opened=_opened_of(wire),
+        opened=_opened(wire, wire.tokens_in_state),
         next_token=wire.next_token,
         sampler_position=wire.sampler_position,
         rows=[region(span) for span in wire.rows],
@@ -33,14 +23,14 @@ def manifest_from_wire(wire: worker_pb2.Manifest) -> Manifest:
     )
 
 
-def _opened_of(wire: worker_pb2.Manifest) -> Opened:
-    """What the manifest's handoff must have been opened as."""
+def _opened(wire: worker_pb2.HandoffOpened | worker_pb2.Manifest, prompt_tokens: int) -> Opened:
+    """Of a manifest: what its handoff must have been opened as."""
     return Opened(
         handoff_id=wire.handoff_id,
         fingerprint=fingerprint_from_wire(wire.fingerprint),
         layout=layout_from_wire(wire.layout),
         split=_split(wire.split),
-        prompt_tokens=wire.tokens_in_state,
+        prompt_tokens=prompt_tokens,
         instance_id=wire.source.instance_id,
         epoch=wire.source.epoch,
         pools={pool.id: pool.length for pool in wire.source.pools},

@@ -210,13 +210,7 @@ def _dspark(raw: Mapping[str, Any], path: Path, block_len: int | None) -> Drafte
             raise ConfigError(path, name, str(expected), raw[name])
     return DrafterConfig(
         form="dspark",
-        dtype=raw["torch_dtype"],
-        hidden=raw["hidden_size"],
-        intermediate=raw["intermediate_size"],
-        layers=layers,
-        heads=raw["num_attention_heads"],
-        eps=float(raw["rms_norm_eps"]),
-        vocab=raw["vocab_size"],
+        **_sizes(raw),
         target_layers=tuple(raw["target_layer_ids"]),
         mask_id=raw["mask_token_id"],
         block_len=_block_len(raw.get("block_size", 7), block_len, path, "block_size"),
@@ -249,13 +243,7 @@ def _dflash(raw: Mapping[str, Any], path: Path, block_len: int | None) -> Drafte
     size = section.get("block_size") or raw.get("block_size", 16)
     return DrafterConfig(
         form="dflash",
-        dtype=raw["torch_dtype"],
-        hidden=raw["hidden_size"],
-        intermediate=raw["intermediate_size"],
-        layers=layers,
-        heads=raw["num_attention_heads"],
-        eps=float(raw["rms_norm_eps"]),
-        vocab=raw["vocab_size"],
+        **_sizes(raw),
         target_layers=tuple(section["target_layer_ids"]),
         mask_id=section["mask_token_id"],
         block_len=_block_len(size - 1, block_len, path, "block_size"),
@@ -265,6 +253,19 @@ def _dflash(raw: Mapping[str, Any], path: Path, block_len: int | None) -> Drafte
         head_dim=raw["head_dim"],
         embedding_scale=float(section.get("input_embedding_scale", 1.0)),
     )
+
+
+def _sizes(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields that both forms name alike."""
+    return {
+        "dtype": raw["torch_dtype"],
+        "hidden": raw["hidden_size"],
+        "intermediate": raw["intermediate_size"],
+        "layers": raw["num_hidden_layers"],
+        "heads": raw["num_attention_heads"],
+        "eps": float(raw["rms_norm_eps"]),
+        "vocab": raw["vocab_size"],
+    }
 
 
 def _block_len(stored: int, asked: int | None, path: Path, name: str) -> int:
