@@ -1,4 +1,4 @@
-"""Held-out prompts for the drafter's bench, chosen by rule and seed: the beginnings of files that nothing was trained on.
+"""Held-out prompts for the drafter's bench, by rule and seed: beginnings of files that nothing was trained on.
 
 Code: a held-out file as it is. Prose: the sentences of one file's docstrings, as a text document of their own. The
 files are those of `train/held_out.json`; pip fetches their archives where they are not there yet.
