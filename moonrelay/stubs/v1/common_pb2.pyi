@@ -123,7 +123,7 @@ class Fingerprint(_message.Message):
     def __init__(self, model: _Optional[str] = ..., weights_revision: _Optional[str] = ..., tokenizer_revision: _Optional[str] = ..., row_dtype: _Optional[str] = ..., snapshot_dtype: _Optional[str] = ..., layout_version: _Optional[str] = ..., numerics_version: _Optional[str] = ..., block_tokens: _Optional[int] = ...) -> None: ...
 
 class Layout(_message.Message):
-    __slots__ = ("block_tokens", "num_mla_layers", "row_width", "num_kda_layers", "num_heads", "key_dim", "value_dim", "conv_history")
+    __slots__ = ("block_tokens", "num_mla_layers", "row_width", "num_kda_layers", "num_heads", "key_dim", "value_dim", "conv_history", "draft_width")
     BLOCK_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NUM_MLA_LAYERS_FIELD_NUMBER: _ClassVar[int]
     ROW_WIDTH_FIELD_NUMBER: _ClassVar[int]
@@ -132,6 +132,7 @@ class Layout(_message.Message):
     KEY_DIM_FIELD_NUMBER: _ClassVar[int]
     VALUE_DIM_FIELD_NUMBER: _ClassVar[int]
     CONV_HISTORY_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_WIDTH_FIELD_NUMBER: _ClassVar[int]
     block_tokens: int
     num_mla_layers: int
     row_width: int
@@ -140,7 +141,8 @@ class Layout(_message.Message):
     key_dim: int
     value_dim: int
     conv_history: int
-    def __init__(self, block_tokens: _Optional[int] = ..., num_mla_layers: _Optional[int] = ..., row_width: _Optional[int] = ..., num_kda_layers: _Optional[int] = ..., num_heads: _Optional[int] = ..., key_dim: _Optional[int] = ..., value_dim: _Optional[int] = ..., conv_history: _Optional[int] = ...) -> None: ...
+    draft_width: int
+    def __init__(self, block_tokens: _Optional[int] = ..., num_mla_layers: _Optional[int] = ..., row_width: _Optional[int] = ..., num_kda_layers: _Optional[int] = ..., num_heads: _Optional[int] = ..., key_dim: _Optional[int] = ..., value_dim: _Optional[int] = ..., conv_history: _Optional[int] = ..., draft_width: _Optional[int] = ...) -> None: ...
 
 class Sampling(_message.Message):
     __slots__ = ("temperature", "top_p", "top_k", "seed", "choice", "max_tokens", "stop_token_ids", "top_logprobs")
@@ -181,7 +183,7 @@ class TopLogprob(_message.Message):
     def __init__(self, id: _Optional[int] = ..., logprob: _Optional[float] = ...) -> None: ...
 
 class CacheUsage(_message.Message):
-    __slots__ = ("cached_tokens", "cached_device", "cached_host", "cached_disk", "cached_remote", "matchable_tokens", "miss_reason", "lost", "seen_tokens")
+    __slots__ = ("cached_tokens", "cached_device", "cached_host", "cached_disk", "cached_remote", "matchable_tokens", "miss_reason", "lost", "seen_tokens", "drafter_cold")
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     CACHED_DEVICE_FIELD_NUMBER: _ClassVar[int]
     CACHED_HOST_FIELD_NUMBER: _ClassVar[int]
@@ -191,6 +193,7 @@ class CacheUsage(_message.Message):
     MISS_REASON_FIELD_NUMBER: _ClassVar[int]
     LOST_FIELD_NUMBER: _ClassVar[int]
     SEEN_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    DRAFTER_COLD_FIELD_NUMBER: _ClassVar[int]
     cached_tokens: int
     cached_device: int
     cached_host: int
@@ -200,7 +203,8 @@ class CacheUsage(_message.Message):
     miss_reason: MissReason
     lost: _containers.RepeatedCompositeFieldContainer[LostTokens]
     seen_tokens: int
-    def __init__(self, cached_tokens: _Optional[int] = ..., cached_device: _Optional[int] = ..., cached_host: _Optional[int] = ..., cached_disk: _Optional[int] = ..., cached_remote: _Optional[int] = ..., matchable_tokens: _Optional[int] = ..., miss_reason: _Optional[_Union[MissReason, str]] = ..., lost: _Optional[_Iterable[_Union[LostTokens, _Mapping]]] = ..., seen_tokens: _Optional[int] = ...) -> None: ...
+    drafter_cold: int
+    def __init__(self, cached_tokens: _Optional[int] = ..., cached_device: _Optional[int] = ..., cached_host: _Optional[int] = ..., cached_disk: _Optional[int] = ..., cached_remote: _Optional[int] = ..., matchable_tokens: _Optional[int] = ..., miss_reason: _Optional[_Union[MissReason, str]] = ..., lost: _Optional[_Iterable[_Union[LostTokens, _Mapping]]] = ..., seen_tokens: _Optional[int] = ..., drafter_cold: _Optional[int] = ...) -> None: ...
 
 class LostTokens(_message.Message):
     __slots__ = ("reason", "tokens")

@@ -8,7 +8,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class PrefillRequest(_message.Message):
-    __slots__ = ("request_id", "prompt_ids", "sampling", "root", "prefix_hashes", "hit", "snapshot_at", "store", "write_back")
+    __slots__ = ("request_id", "prompt_ids", "sampling", "root", "prefix_hashes", "hit", "snapshot_at", "store", "write_back", "tenant")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_IDS_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
@@ -18,6 +18,7 @@ class PrefillRequest(_message.Message):
     SNAPSHOT_AT_FIELD_NUMBER: _ClassVar[int]
     STORE_FIELD_NUMBER: _ClassVar[int]
     WRITE_BACK_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     prompt_ids: _containers.RepeatedScalarFieldContainer[int]
     sampling: _common_pb2.Sampling
@@ -27,7 +28,8 @@ class PrefillRequest(_message.Message):
     snapshot_at: _containers.RepeatedScalarFieldContainer[int]
     store: bool
     write_back: bool
-    def __init__(self, request_id: _Optional[str] = ..., prompt_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_common_pb2.Sampling, _Mapping]] = ..., root: _Optional[bytes] = ..., prefix_hashes: _Optional[_Iterable[bytes]] = ..., hit: _Optional[_Union[CacheHit, _Mapping]] = ..., snapshot_at: _Optional[_Iterable[int]] = ..., store: _Optional[bool] = ..., write_back: _Optional[bool] = ...) -> None: ...
+    tenant: str
+    def __init__(self, request_id: _Optional[str] = ..., prompt_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_common_pb2.Sampling, _Mapping]] = ..., root: _Optional[bytes] = ..., prefix_hashes: _Optional[_Iterable[bytes]] = ..., hit: _Optional[_Union[CacheHit, _Mapping]] = ..., snapshot_at: _Optional[_Iterable[int]] = ..., store: _Optional[bool] = ..., write_back: _Optional[bool] = ..., tenant: _Optional[str] = ...) -> None: ...
 
 class TurnWriteback(_message.Message):
     __slots__ = ("root", "prefix_hashes", "tail_ids", "hit")
@@ -82,7 +84,7 @@ class PrefillEvent(_message.Message):
     def __init__(self, progress: _Optional[_Union[PrefillProgress, _Mapping]] = ..., handoff: _Optional[_Union[HandoffReady, _Mapping]] = ..., first_token: _Optional[_Union[FirstToken, _Mapping]] = ..., opened: _Optional[_Union[HandoffOpened, _Mapping]] = ...) -> None: ...
 
 class HandoffOpened(_message.Message):
-    __slots__ = ("handoff_id", "source", "source_address", "fence", "fingerprint", "layout", "split", "prompt_tokens")
+    __slots__ = ("handoff_id", "source", "source_address", "fence", "fingerprint", "layout", "split", "prompt_tokens", "drafter")
     HANDOFF_ID_FIELD_NUMBER: _ClassVar[int]
     SOURCE_FIELD_NUMBER: _ClassVar[int]
     SOURCE_ADDRESS_FIELD_NUMBER: _ClassVar[int]
@@ -91,6 +93,7 @@ class HandoffOpened(_message.Message):
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
     SPLIT_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    DRAFTER_FIELD_NUMBER: _ClassVar[int]
     handoff_id: str
     source: _common_pb2.Peer
     source_address: str
@@ -99,7 +102,8 @@ class HandoffOpened(_message.Message):
     layout: _common_pb2.Layout
     split: Split
     prompt_tokens: int
-    def __init__(self, handoff_id: _Optional[str] = ..., source: _Optional[_Union[_common_pb2.Peer, _Mapping]] = ..., source_address: _Optional[str] = ..., fence: _Optional[int] = ..., fingerprint: _Optional[_Union[_common_pb2.Fingerprint, _Mapping]] = ..., layout: _Optional[_Union[_common_pb2.Layout, _Mapping]] = ..., split: _Optional[_Union[Split, _Mapping]] = ..., prompt_tokens: _Optional[int] = ...) -> None: ...
+    drafter: str
+    def __init__(self, handoff_id: _Optional[str] = ..., source: _Optional[_Union[_common_pb2.Peer, _Mapping]] = ..., source_address: _Optional[str] = ..., fence: _Optional[int] = ..., fingerprint: _Optional[_Union[_common_pb2.Fingerprint, _Mapping]] = ..., layout: _Optional[_Union[_common_pb2.Layout, _Mapping]] = ..., split: _Optional[_Union[Split, _Mapping]] = ..., prompt_tokens: _Optional[int] = ..., drafter: _Optional[str] = ...) -> None: ...
 
 class FollowHandoffRequest(_message.Message):
     __slots__ = ("handoff_id", "fence", "held")
@@ -192,7 +196,7 @@ class HandoffReady(_message.Message):
     def __init__(self, finish_reason: _Optional[_Union[_common_pb2.FinishReason, str]] = ...) -> None: ...
 
 class Manifest(_message.Message):
-    __slots__ = ("handoff_id", "fingerprint", "layout", "tokens_in_state", "next_token", "sampler_position", "rows", "source", "source_address", "fence", "lease_ms", "state", "split", "held")
+    __slots__ = ("handoff_id", "fingerprint", "layout", "tokens_in_state", "next_token", "sampler_position", "rows", "source", "source_address", "fence", "lease_ms", "state", "split", "held", "drafter", "draft_first")
     HANDOFF_ID_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
@@ -207,6 +211,8 @@ class Manifest(_message.Message):
     STATE_FIELD_NUMBER: _ClassVar[int]
     SPLIT_FIELD_NUMBER: _ClassVar[int]
     HELD_FIELD_NUMBER: _ClassVar[int]
+    DRAFTER_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_FIRST_FIELD_NUMBER: _ClassVar[int]
     handoff_id: str
     fingerprint: _common_pb2.Fingerprint
     layout: _common_pb2.Layout
@@ -221,7 +227,9 @@ class Manifest(_message.Message):
     state: _containers.RepeatedCompositeFieldContainer[StatePart]
     split: Split
     held: HeldPrefix
-    def __init__(self, handoff_id: _Optional[str] = ..., fingerprint: _Optional[_Union[_common_pb2.Fingerprint, _Mapping]] = ..., layout: _Optional[_Union[_common_pb2.Layout, _Mapping]] = ..., tokens_in_state: _Optional[int] = ..., next_token: _Optional[int] = ..., sampler_position: _Optional[int] = ..., rows: _Optional[_Iterable[_Union[_common_pb2.Span, _Mapping]]] = ..., source: _Optional[_Union[_common_pb2.Peer, _Mapping]] = ..., source_address: _Optional[str] = ..., fence: _Optional[int] = ..., lease_ms: _Optional[int] = ..., state: _Optional[_Iterable[_Union[StatePart, _Mapping]]] = ..., split: _Optional[_Union[Split, _Mapping]] = ..., held: _Optional[_Union[HeldPrefix, _Mapping]] = ...) -> None: ...
+    drafter: str
+    draft_first: int
+    def __init__(self, handoff_id: _Optional[str] = ..., fingerprint: _Optional[_Union[_common_pb2.Fingerprint, _Mapping]] = ..., layout: _Optional[_Union[_common_pb2.Layout, _Mapping]] = ..., tokens_in_state: _Optional[int] = ..., next_token: _Optional[int] = ..., sampler_position: _Optional[int] = ..., rows: _Optional[_Iterable[_Union[_common_pb2.Span, _Mapping]]] = ..., source: _Optional[_Union[_common_pb2.Peer, _Mapping]] = ..., source_address: _Optional[str] = ..., fence: _Optional[int] = ..., lease_ms: _Optional[int] = ..., state: _Optional[_Iterable[_Union[StatePart, _Mapping]]] = ..., split: _Optional[_Union[Split, _Mapping]] = ..., held: _Optional[_Union[HeldPrefix, _Mapping]] = ..., drafter: _Optional[str] = ..., draft_first: _Optional[int] = ...) -> None: ...
 
 class ReleaseHandoffRequest(_message.Message):
     __slots__ = ("handoff_id", "fence")
@@ -274,18 +282,20 @@ class ReleaseReservationReply(_message.Message):
     def __init__(self) -> None: ...
 
 class AdoptRequest(_message.Message):
-    __slots__ = ("request_id", "reservation_id", "sampling", "opened", "writeback")
+    __slots__ = ("request_id", "reservation_id", "sampling", "opened", "writeback", "tenant")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     RESERVATION_ID_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     OPENED_FIELD_NUMBER: _ClassVar[int]
     WRITEBACK_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     reservation_id: str
     sampling: _common_pb2.Sampling
     opened: HandoffOpened
     writeback: TurnWriteback
-    def __init__(self, request_id: _Optional[str] = ..., reservation_id: _Optional[str] = ..., sampling: _Optional[_Union[_common_pb2.Sampling, _Mapping]] = ..., opened: _Optional[_Union[HandoffOpened, _Mapping]] = ..., writeback: _Optional[_Union[TurnWriteback, _Mapping]] = ...) -> None: ...
+    tenant: str
+    def __init__(self, request_id: _Optional[str] = ..., reservation_id: _Optional[str] = ..., sampling: _Optional[_Union[_common_pb2.Sampling, _Mapping]] = ..., opened: _Optional[_Union[HandoffOpened, _Mapping]] = ..., writeback: _Optional[_Union[TurnWriteback, _Mapping]] = ..., tenant: _Optional[str] = ...) -> None: ...
 
 class DecodeEvent(_message.Message):
     __slots__ = ("adopted", "tokens", "finished", "cache")
@@ -322,9 +332,25 @@ class Tokens(_message.Message):
     def __init__(self, tokens: _Optional[_Iterable[_Union[_common_pb2.Token, _Mapping]]] = ...) -> None: ...
 
 class Finished(_message.Message):
-    __slots__ = ("reason", "completion_tokens")
+    __slots__ = ("reason", "completion_tokens", "draft")
     REASON_FIELD_NUMBER: _ClassVar[int]
     COMPLETION_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_FIELD_NUMBER: _ClassVar[int]
     reason: _common_pb2.FinishReason
     completion_tokens: int
-    def __init__(self, reason: _Optional[_Union[_common_pb2.FinishReason, str]] = ..., completion_tokens: _Optional[int] = ...) -> None: ...
+    draft: DraftUsage
+    def __init__(self, reason: _Optional[_Union[_common_pb2.FinishReason, str]] = ..., completion_tokens: _Optional[int] = ..., draft: _Optional[_Union[DraftUsage, _Mapping]] = ...) -> None: ...
+
+class DraftUsage(_message.Message):
+    __slots__ = ("drafted_tokens", "accepted_tokens", "verify_steps", "plain_steps", "saved_seconds")
+    DRAFTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    ACCEPTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    VERIFY_STEPS_FIELD_NUMBER: _ClassVar[int]
+    PLAIN_STEPS_FIELD_NUMBER: _ClassVar[int]
+    SAVED_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    drafted_tokens: int
+    accepted_tokens: int
+    verify_steps: int
+    plain_steps: int
+    saved_seconds: float
+    def __init__(self, drafted_tokens: _Optional[int] = ..., accepted_tokens: _Optional[int] = ..., verify_steps: _Optional[int] = ..., plain_steps: _Optional[int] = ..., saved_seconds: _Optional[float] = ...) -> None: ...
