@@ -97,6 +97,7 @@ class Member(msgspec.Struct, frozen=True, kw_only=True, tag="member-1"):
     line_address: str = ""  # cache nodes: leases without gRPC's share (`cachestore/lines.py`)
     fingerprint: Fingerprint | None = None
     layout: dict[str, int] | None = None
+    drafter: str = ""  # workers: whose rows their blocks hold beside the target's; empty: nobody's
     peer: bytes = b""
     model: str = ""
     max_context: int = 0

@@ -15,7 +15,7 @@ from redis.asyncio import Redis
 from cachestore.index import CacheIndex, Tenant
 from moonrelay.ids import InstanceId, PrefixHash
 from moonrelay.membership import Member, Membership
-from moonrelay.pairing import Misfit, unfit
+from moonrelay.pairing import Misfit, describe, unfit
 from moonrelay.prefix import Fingerprint
 from moonrelay.stubs.v1 import common_pb2
 from moonrelay.valkey import FAILURES, raise_if_cancelled
@@ -51,10 +51,11 @@ class MemberFleet:
             key = (InstanceId(owner.instance_id), owner.epoch)
             pair = (key, worker.key)
             if pair not in self._pairs:
-                self._pairs[pair] = unfit(owner, reader)
-                if self._pairs[pair] is not None:
+                misfit = self._pairs[pair] = unfit(owner, reader)
+                if misfit is not None:
                     names = {"prefill": owner.instance_id, "decode": reader.instance_id}
-                    log.error("workers cannot hand over to each other", extra={**names, "reason": self._pairs[pair]})
+                    found = {"reason": misfit, "found": describe(owner, reader, misfit)}
+                    log.error("workers cannot hand over to each other", extra=names | found)
             if self._pairs[pair] is not None:
                 found.add(key)
         return frozenset(found)
@@ -108,13 +109,14 @@ def worker_of(member: Member, tokenizer_revision: str) -> Worker | None:
 
 
 def handoff_bytes(layout: Mapping[str, int] | None) -> tuple[int, int]:
-    """What a handoff moves: the state whatever the length, and each token's rows."""
+    """What a handoff moves: the state whatever the length, and each token's rows, the drafter's included."""
     if layout is None:
         return 0, 0
     recurrent = layout["num_heads"] * layout["key_dim"] * layout["value_dim"]
     conv = layout["conv_history"] * layout["num_heads"] * (2 * layout["key_dim"] + layout["value_dim"])
     state = FLOAT_BYTES * layout["num_kda_layers"] * (recurrent + conv)
-    return state, FLOAT_BYTES * layout["num_mla_layers"] * layout["row_width"]
+    rows = layout["num_mla_layers"] * layout["row_width"] + layout.get("draft_width", 0)
+    return state, FLOAT_BYTES * rows
 
 
 class ClusterIndex:

@@ -11,7 +11,7 @@ from prometheus_client import Gauge
 
 from engine.worker.metrics import WorkerMetrics
 from moonrelay.membership import Member, Membership
-from moonrelay.pairing import MISFITS, Misfit, unfit
+from moonrelay.pairing import MISFITS, Misfit, describe, unfit
 from moonrelay.valkey import raise_if_cancelled
 
 log = logging.getLogger(__name__)
@@ -55,10 +55,11 @@ class Pairs:
         self._judged = {key: reason for key, reason in self._judged.items() if key in live}
         for member in new:
             assert me is not None
-            reason = unfit(member, me) if self._role == "reader" else unfit(me, member)
-            self._judged[member.instance_id, member.epoch] = reason
+            owner, reader = (member, me) if self._role == "reader" else (me, member)
+            reason = self._judged[member.instance_id, member.epoch] = unfit(owner, reader)
             if reason is not None:
-                log.error("worker does not fit", extra={"peer": member.instance_id, "reason": reason})
+                found = {"peer": member.instance_id, "reason": reason, "found": describe(owner, reader, reason)}
+                log.error("worker does not fit", extra=found)
         if new and all(reason is not None for reason in self._judged.values()):
             log.error("no worker fits this one", extra={"instance_id": self._me[0], "peers": len(self._judged)})
         counts = Counter(self._judged.values())

@@ -10,7 +10,7 @@ import pytest
 from engine.worker.metrics import WorkerMetrics
 from engine.worker.pairs import Pairs
 from moonrelay.membership import Member
-from moonrelay.pairing import MISFITS, unfit
+from moonrelay.pairing import MISFITS, describe, unfit
 from moonrelay.prefix import Fingerprint
 
 FINGERPRINT = Fingerprint(
@@ -20,7 +20,7 @@ FINGERPRINT = Fingerprint(
 LAYOUT = {"block_tokens": 64, "num_heads": 4}
 OWNER = Member(
     instance_id="prefill-0", role="prefill", epoch=1, grpc_address="a:1", fingerprint=FINGERPRINT, layout=LAYOUT,
-    readable_by=("nixl", "tcp"), reads_by=("nixl", "tcp"),
+    readable_by=("nixl", "tcp"), reads_by=("nixl", "tcp"), drafter="d1",
 )  # fmt: skip
 READER = msgspec.structs.replace(OWNER, instance_id="decode-0", role="decode", epoch=2)
 
@@ -39,6 +39,8 @@ CASES = [
     ("fingerprint", other(fingerprint=None)),
     ("dtype", fingerprint(row_dtype="float8")),
     ("dtype", fingerprint(snapshot_dtype="bfloat16")),
+    ("drafter", other(drafter="d2")),
+    ("drafter", other(drafter="")),
     ("layout", other(layout={**LAYOUT, "num_heads": 8})),
     ("layout", other(layout=None)),
     ("tp_size", other(tp_size=2)),
@@ -56,6 +58,19 @@ def test_every_misfit_is_tried_and_what_fits_fits():
     assert unfit(OWNER, READER) is None
     assert unfit(other(readable_by=()), READER) is None
     assert unfit(OWNER, msgspec.structs.replace(READER, reads_by=("tcp",))) is None
+
+
+def test_a_pair_with_two_drafters_is_refused_by_both_names():
+    owner = other(drafter="")
+    reason = unfit(owner, READER)
+    assert reason == "drafter"
+    assert describe(owner, READER, reason) == "prefill-0: drafter none; decode-0: drafter d1"
+
+
+@pytest.mark.parametrize(("reason", "owner"), CASES, ids=[f"{i}-{c[0]}" for i, c in enumerate(CASES)])
+def test_what_does_not_agree_is_said_of_both(reason, owner):
+    theirs, ours = describe(owner, READER, reason).split("; decode-0: ")
+    assert theirs.removeprefix("prefill-0: ") != ours
 
 
 class View:
