@@ -54,8 +54,8 @@ class MemberFleet:
                 misfit = self._pairs[pair] = unfit(owner, reader)
                 if misfit is not None:
                     names = {"prefill": owner.instance_id, "decode": reader.instance_id}
-                    found = {"reason": misfit, "found": describe(owner, reader, misfit)}
-                    log.error("workers cannot hand over to each other", extra=names | found)
+                    said = {"reason": misfit, "found": describe(owner, reader, misfit)}
+                    log.error("workers cannot hand over to each other", extra=names | said)
             if self._pairs[pair] is not None:
                 found.add(key)
         return frozenset(found)
