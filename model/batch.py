@@ -51,7 +51,8 @@ class Fold:
 class PoolLayout:
     """Shapes of one row block and one state slot, in floats, in the order in which they are stored.
 
-    A block is contiguous as [mla_layer][token][row_width]: row = normed latent, then the raw shared key.
+    A block is contiguous as [mla_layer][token][row_width]: row = normed latent, then the raw shared key. Behind them
+    come the drafter's rows, [draft_layer][token][numbers of one layer]: `draft_width` floats a token in all.
     A slot is contiguous as [kda_layer][head][K][V], then conv history [kda_layer][q|k|v][conv-1][channels], oldest
     first, values before convolution and SiLU.
     """
@@ -64,10 +65,21 @@ class PoolLayout:
     key_dim: int
     value_dim: int
     conv_history: int
+    draft_width: int = 0
+
+    @property
+    def mla_floats(self) -> int:
+        """The target's part of a block."""
+        return self.num_mla_layers * self.block_tokens * self.row_width
+
+    @property
+    def draft_floats(self) -> int:
+        """The drafter's part of a block, behind the target's."""
+        return self.block_tokens * self.draft_width
 
     @property
     def block_floats(self) -> int:
-        return self.num_mla_layers * self.block_tokens * self.row_width
+        return self.mla_floats + self.draft_floats
 
     @property
     def recurrent_floats(self) -> int:
@@ -90,12 +102,19 @@ class PoolLayout:
 
 
 class Backend(Protocol):
-    """Runs the network on a ragged batch. Implementations: `model.network` (torch), `model.native` (C++)."""
+    """Runs the network on a ragged batch. Implementations: `model.network` (torch), `model.native` (C++).
+
+    `draft_width`: the drafter's floats a token in the row pool, which `forward` steps over. 0 without a drafter; set
+    it before the pools are made.
+    """
 
     name: str
     config: ModelConfig
+    draft_width: int
 
-    def layout(self, block_tokens: int) -> PoolLayout: ...
+    def layout(self, block_tokens: int) -> PoolLayout:
+        """Of the pools that `forward` takes, the drafter's rows included."""
+        ...
 
     def forward(
         self,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import torch
@@ -55,7 +55,8 @@ class _Batch:
         self, segments: Sequence[Segment], rows: torch.Tensor, state: torch.Tensor, layout: PoolLayout
     ) -> None:
         heads, key, value = layout.num_heads, layout.key_dim, layout.value_dim
-        self.rows = rows.view(-1, layout.num_mla_layers, layout.block_tokens, layout.row_width)
+        shape = (layout.num_mla_layers, layout.block_tokens, layout.row_width)
+        self.rows = rows[:, : layout.mla_floats].view(-1, *shape)
         split = layout.recurrent_floats
         self.recurrent = state[:, :split].view(-1, layout.num_kda_layers, heads, key, value)
         assert key == value, "the three convolutions share one history tensor"
@@ -88,10 +89,12 @@ class TorchBackend:
 
     def __init__(self, weights: Weights, *, threads: int, numerics: Literal["invariant", "fast"]) -> None:
         self._threads = threads
+        self.draft_width = 0
         self.config = config = weights.config
         self._row_multiple = row_multiple(threads, invariant=numerics == "invariant")
         builder = Builder(weights, self._row_multiple)
-        self._embedding = weights["model.embed_tokens.weight"]
+        self.embedding = weights["model.embed_tokens.weight"]
+        self.lm_head = weights["lm_head.weight"]
         self._layers = [builder.layer(index) for index in range(config.num_layers)]
         self._norm = builder.vector("model.norm.weight")
         self._output_mix = builder.mix("model.output_attn_res") if config.attn_res_block_size is not None else None
@@ -102,7 +105,7 @@ class TorchBackend:
         }
 
     def layout(self, block_tokens: int) -> PoolLayout:
-        return self.config.pool_layout(block_tokens)
+        return replace(self.config.pool_layout(block_tokens), draft_width=self.draft_width)
 
     @torch.inference_mode()
     def forward(
@@ -124,7 +127,7 @@ class TorchBackend:
         self._check(segments, rows, state, layout)
         batch = _Batch(segments, rows, state, layout)
         eps = self.config.rms_norm_eps
-        residual = self._residual(self._embedding[batch.ids].float())
+        residual = self._residual(self.embedding[batch.ids].float())
         for index, layer in enumerate(self._layers):
             x = rms_norm(residual.attention_input(index, layer), layer.input_norm, eps)
             if isinstance(layer.attention, KdaLayer):

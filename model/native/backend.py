@@ -6,6 +6,7 @@ import ctypes
 import threading
 from array import array
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 from typing import TYPE_CHECKING
 
@@ -56,6 +57,7 @@ class NativeBackend:
         self, config: ModelConfig, weights: WeightSource, threads: int = 1, *, lib: ctypes.CDLL | None = None
     ) -> None:
         self.config = config
+        self.draft_width = 0
         self._num_taps = 0
         self._handle: int | None = None  # set first: __del__ runs even when the rest fails
         self._lib = lib or library()
@@ -66,7 +68,8 @@ class NativeBackend:
         self._handle = self._lib.mr_create(ctypes.byref(network_shape(config)), kinds, threads)
         if not self._handle:
             raise BackendUnavailable(self._lib.mr_error().decode())
-        self._embedding = Loader(self._lib, self._handle, config, weights).load()
+        self.embedding = Loader(self._lib, self._handle, config, weights).load()
+        self.lm_head = weights["lm_head.weight"]
         self._one_pass = threading.Lock()  # the C++ model's scratch serves one pass at a time
 
     def __del__(self) -> None:
@@ -84,7 +87,7 @@ class NativeBackend:
         return int(self._lib.mr_weight_bytes(self._handle))
 
     def layout(self, block_tokens: int) -> PoolLayout:
-        return self.config.pool_layout(block_tokens)
+        return replace(self.config.pool_layout(block_tokens), draft_width=self.draft_width)
 
     def tap(self, layers: Sequence[int]) -> None:
         """Choose the layers, ascending, whose running sums `forward` gives out in `taps`. Raises BatchError."""
