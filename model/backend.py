@@ -1,4 +1,4 @@
-"""Which backend runs a checkpoint: chosen once, at start, and logged."""
+"""Which backend runs a checkpoint, and which code its drafter: chosen once, at start, and logged."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ from typing import Literal
 from model.batch import Backend
 from model.checkpoint import Weights, load_weights
 from model.config import load_config
+from model.drafter.network import Drafter, drafter_id, read_drafter
+from model.drafter.paged import TorchDraftModel
+from model.drafting import DraftModel
 from model.errors import BackendUnavailable
 from model.network import TorchBackend
 
@@ -42,3 +45,18 @@ def _resolve(weights: Weights, kind: BackendKind, threads: int, numerics: Numeri
                 raise
             _log.warning("native backend unavailable, torch takes over", extra={"reason": str(error)})
     return TorchBackend(weights, threads=threads, numerics=numerics)
+
+
+def load_draft_model(
+    drafter_dir: Path, backend: Backend, *, kind: BackendKind, threads: int, target_revision: str
+) -> DraftModel:
+    """Load the drafter of a loaded target, whose embedding and lm_head it shares. `kind` as for `load_backend`.
+
+    `target_revision` names the target's weights (`weights_revision`): rows of another target are worthless.
+    Raises: ModelError and its kinds, by name, for a drafter of another target, vocabulary or other taps.
+    """
+    config, tensors = read_drafter(drafter_dir, backend.config)
+    name = drafter_id(config, tensors, target_revision)
+    drafter = Drafter(config, tensors, backend.embedding, backend.lm_head)
+    _log.info("drafter loaded", extra={"drafter": name, "form": config.form, "drafter_dir": str(drafter_dir)})
+    return TorchDraftModel(drafter, name, backend.layout(1))

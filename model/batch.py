@@ -105,12 +105,14 @@ class Backend(Protocol):
     """Runs the network on a ragged batch. Implementations: `model.network` (torch), `model.native` (C++).
 
     `draft_width`: the drafter's floats a token in the row pool, which `forward` steps over. 0 without a drafter; set
-    it before the pools are made.
+    it before the pools are made. `embedding` and `lm_head` [vocab, hidden], as stored: drafters share them.
     """
 
     name: str
     config: ModelConfig
     draft_width: int
+    embedding: torch.Tensor
+    lm_head: torch.Tensor
 
     def layout(self, block_tokens: int) -> PoolLayout:
         """Of the pools that `forward` takes, the drafter's rows included."""

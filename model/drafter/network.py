@@ -26,8 +26,8 @@ Choose = Callable[[int, torch.Tensor], int]  # slot, logits [vocab] -> the token
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """tokens [n]; logits [n, vocab]: what each was chosen from; confidence [n]: that it and all before it are kept,
-    as the confidence head sees each, or None without one."""
+    """tokens [n]; logits [n, vocab]: what each was chosen from; confidence [n]: that each is kept, given that those
+    before it are, as the confidence head sees it, or None without one."""
 
     tokens: list[int]
     logits: torch.Tensor
@@ -61,18 +61,21 @@ class Drafter:
         return torch.stack([self._rows(layer, features, positions) for layer in range(c.layers)])
 
     @torch.inference_mode()
-    def draft(self, anchor: int, position: int, rows: torch.Tensor, length: int, choose: Choose) -> Draft:
+    def draft(
+        self, anchor: int, position: int, rows: torch.Tensor, length: int, choose: Choose, *, first: int = 0
+    ) -> Draft:
         """Propose `length` tokens to follow `anchor`, the token at `position`, which the target has not consumed.
 
-        Shapes: rows [layers, position, row_width]. Source: DSpark, arXiv 2607.05147; DFlash, arXiv 2602.06036.
+        Shapes: rows [layers, position - first, row_width]: of the tokens [first, position).
+        Source: DSpark, arXiv 2607.05147; DFlash, arXiv 2602.06036.
         """
         c = self.config
         if not 1 <= length <= c.block_len:
             raise ValueError(f"expected a draft of 1 to {c.block_len} tokens, not {length}")
-        first = 0 if c.form == "dspark" else 1  # DSpark's slots predict the next token, DFlash's masks their own
-        ids = torch.full((length + first,), c.mask_id)
+        anchors = 0 if c.form == "dspark" else 1  # DSpark's slots predict the next token, DFlash's masks their own
+        ids = torch.full((length + anchors,), c.mask_id)
         ids[0] = anchor
-        hidden = self._block(ids, position, rows)[first:]
+        hidden = self._block(ids, position, rows, first)[anchors:]
         logits = F.linear(hidden, self._head.float())
         tokens: list[int] = []
         confidence: list[float] = []
@@ -89,11 +92,11 @@ class Drafter:
             tokens.append(choose(slot, logits[slot]))
         return Draft(tokens, logits, confidence if c.confidence else None)
 
-    def _block(self, ids: torch.Tensor, position: int, rows: torch.Tensor) -> torch.Tensor:
+    def _block(self, ids: torch.Tensor, position: int, rows: torch.Tensor, first: int) -> torch.Tensor:
         """[slots, hidden] after the last norm."""
         c = self.config
-        if rows.shape != (c.layers, position, c.row_width):
-            raise ValueError(f"expected rows {[c.layers, position, c.row_width]}, found {list(rows.shape)}")
+        if rows.shape != (c.layers, position - first, c.row_width):
+            raise ValueError(f"expected rows {[c.layers, position - first, c.row_width]}, found {list(rows.shape)}")
         h = self._embedding[ids].float() * c.embedding_scale
         positions = torch.arange(position, position + len(ids))
         for layer in range(c.layers):
@@ -140,7 +143,8 @@ class Drafter:
         window = c.windows[layer]
         scores = torch.einsum("qhd,khd->hqk", query, key) * scale
         if window is not None:
-            apart = positions[:, None] - torch.arange(len(rows))
+            begin = int(positions[-1]) + 1 - len(rows)
+            apart = positions[:, None] - torch.arange(len(rows)) - begin
             scores = scores.masked_fill(apart.abs() >= window, -torch.inf)
         mixed = torch.einsum("hqk,khd->qhd", scores.softmax(-1), value)
         return F.linear(mixed.flatten(1), self._t[f"{at}o_proj"])
@@ -159,10 +163,17 @@ def load_drafter(
     block_len: int | None = None,
 ) -> Drafter:
     """Raises: ModelError and its kinds, naming the file, the field or tensor, what was expected and found."""
+    return Drafter(*read_drafter(model_dir, target, block_len=block_len), embedding, lm_head)
+
+
+def read_drafter(
+    model_dir: Path, target: ModelConfig, *, block_len: int | None = None
+) -> tuple[DrafterConfig, dict[str, torch.Tensor]]:
+    """The config and the tensors, as they are stored, that the target does not have. Raises as `load_drafter`."""
     config = load_drafter_config(model_dir, target, block_len=block_len)
-    tensors = load_tensors(model_dir, expected_tensors(config), unread_tensors(config))
-    kept = {name: tensor for name, tensor in tensors.items() if name not in unread_tensors(config)}
-    return Drafter(config, kept, embedding, lm_head)
+    unread = unread_tensors(config)
+    tensors = load_tensors(model_dir, expected_tensors(config), unread)
+    return config, {name: tensor for name, tensor in tensors.items() if name not in unread}
 
 
 def drafter_id(config: DrafterConfig, tensors: Mapping[str, torch.Tensor], target_revision: str) -> str:
