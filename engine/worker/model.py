@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
@@ -14,9 +14,10 @@ import torch
 from engine.pools import Pools
 from engine.settings import TILE_TOKENS, EngineSettings
 from engine.worker.settings import WorkerSettings
-from model.backend import load_backend
+from model.backend import load_backend, load_draft_model
 from model.batch import Backend, PoolLayout, Segment
 from model.checkpoint import weights_revision
+from model.drafting import DraftModel
 from model.ops.snapshot import DTYPE_NAMES
 from model.tokenizer import tokenizer_revision
 from moonrelay.naming import served_name
@@ -36,6 +37,12 @@ class LoadedModel:
     fingerprint: Fingerprint
     name: str
     threads: int
+    drafter: DraftModel | None = None
+
+    @property
+    def drafter_id(self) -> str:
+        """Whose rows the blocks hold beside the target's; empty: nobody's."""
+        return self.drafter.drafter_id if self.drafter is not None else ""
 
     @property
     def max_context(self) -> int:
@@ -55,10 +62,16 @@ def load_model(settings: WorkerSettings, say: Callable[[str], None]) -> LoadedMo
     name = served_name(model_dir, settings.model_name)
     say(f"loading {name} from {model_dir}")
     backend, threads = _load_fastest(settings, model_dir, say)
+    if backend.name == "native":
+        # Torch only copies states here. On threads of its own it would wake one that then spins for milliseconds,
+        # on the core that the native backend's next pass needs.
+        torch.set_num_threads(1)
     say(f"loaded {name}: backend {backend.name}, {threads} threads, {time.monotonic() - began:.1f} s")
+    revision = weights_revision(model_dir)
+    drafter = _load_drafter(settings, model_dir, backend, threads, revision, say)
     fingerprint = Fingerprint(
         model=name,
-        weights_revision=weights_revision(model_dir),
+        weights_revision=revision,
         tokenizer_revision=tokenizer_revision(model_dir),
         row_dtype=ROW_DTYPE,
         snapshot_dtype=DTYPE_NAMES[settings.snapshot_dtype],
@@ -66,8 +79,28 @@ def load_model(settings: WorkerSettings, say: Callable[[str], None]) -> LoadedMo
         numerics_version=f"{backend.name}/{settings.numerics}",
         block_tokens=settings.block_tokens,
     )
-    layout = backend.layout(settings.block_tokens)
-    return LoadedModel(backend=backend, layout=layout, fingerprint=fingerprint, name=name, threads=threads)
+    width = drafter.draft_width if drafter is not None else 0
+    layout = replace(backend.layout(settings.block_tokens), draft_width=width)
+    return LoadedModel(
+        backend=backend, layout=layout, fingerprint=fingerprint, name=name, threads=threads, drafter=drafter
+    )
+
+
+def _load_drafter(
+    settings: WorkerSettings,
+    model_dir: Path,
+    backend: Backend,
+    threads: int,
+    revision: str,
+    say: Callable[[str], None],
+) -> DraftModel | None:
+    """Raises: ModelError for one that is not this target's, or that was named and is not there."""
+    folder = model_dir / "drafter" if settings.drafter == "auto" else Path(settings.drafter)
+    if settings.drafter == "off" or (settings.drafter == "auto" and not (folder / "config.json").is_file()):
+        return None
+    drafter = load_draft_model(folder, backend, kind=settings.backend, threads=threads, target_revision=revision)
+    say(f"drafter {drafter.drafter_id} from {folder}: up to {drafter.block_len} tokens at once")
+    return drafter
 
 
 def _load_fastest(settings: WorkerSettings, model_dir: Path, say: Callable[[str], None]) -> tuple[Backend, int]:

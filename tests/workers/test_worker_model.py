@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from engine.worker.model import load_model
 from engine.worker.settings import WorkerSettings
@@ -21,6 +22,12 @@ def test_threads_left_open_are_measured(keep_threads):
     assert loaded.threads in (1, 2) and loaded.name == "k3-tiny-smooth"
     assert loaded.fingerprint.numerics_version == f"{loaded.backend.name}/invariant"
     assert any(f"{loaded.threads} threads" in line for line in lines)
+
+
+def test_beside_the_native_backend_torch_has_no_threads_that_could_spin(keep_threads):
+    torch.set_num_threads(2)
+    assert load_model(settings(backend="native", threads=2), lambda line: None).threads == 2
+    assert torch.get_num_threads() == 1
 
 
 def test_other_weights_or_arithmetic_are_another_fingerprint(keep_threads):
