@@ -14,6 +14,7 @@ A reservation is its caller's until `release`, whatever becomes of the sequences
     release_snapshot(slot)             exactly once per SnapshotTaken
     retain(reservation, indices), drop(blocks)
                                        keep full blocks, unchanged, beyond their reservation's life
+    draft_first(reservation)           first token whose drafter rows are valid; None without a drafter
     stats() -> EngineStats, check()    budgets balance; run when idle
     .progress                          layers of a running pass that are done, see LastPass
 """
@@ -65,6 +66,7 @@ class SequenceSpec:
     `snapshot_at` are token counts (multiples of 64, ascending, > restored) after which the state is copied.
     With `write_back` the state is also copied, over the last copy, whenever a step ends on a block boundary with no
     id left to consume; the last copy is the receiver's as a SnapshotTaken just before Finished.
+    Of the restored tokens, those from `draft_first` on have left their drafter rows too; restored: none has.
     """
 
     request_id: str
@@ -74,6 +76,7 @@ class SequenceSpec:
     hold_after_first: bool = False
     snapshot_at: tuple[int, ...] = ()
     write_back: bool = False
+    draft_first: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,11 +115,34 @@ class TokenSampled:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DraftReport:
+    """What drafting did for one sequence. Units: tokens; steps; seconds of this sequence's share of a step.
+
+    drafted: tokens that were verified; accepted: those of them that the sequence kept; verify_s: the steps that
+    verified, drawing and folding included; saved_s: what plain steps for the same tokens would have taken longer,
+    by the engine's own estimate of them (negative: drafting did not pay).
+    """
+
+    drafted: int
+    accepted: int
+    verify_steps: int
+    plain_steps: int
+    draft_s: float
+    verify_s: float
+    saved_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Finished:
-    """The last event of a sequence. `tokens_in_state` counts what rows and state have consumed."""
+    """The last event of a sequence. `tokens_in_state` counts what rows and state have consumed.
+
+    `draft_first`: the first of them with valid drafter rows, as all after it; None where there is no drafter.
+    """
 
     reason: FinishReason | Literal["held"]
     tokens_in_state: int
+    draft_first: int | None = None
+    draft: DraftReport | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -97,7 +97,7 @@ class Scheduler:
         places = self.settings.max_batch_sequences - len(self._running)
         if len(self._waiting) >= places + self.settings.queue_len_max:
             raise Overloaded(f"{len(self._waiting)} sequences are waiting")
-        self.ledger.attach(reservation, restored=spec.restored)
+        self.ledger.attach(reservation, restored=spec.restored, draft_first=spec.draft_first)
         sequence = LiveSequence(spec, reservation, emit, draws=draws)
         self._waiting.append(sequence)
         self._live[spec.request_id] = sequence

@@ -24,6 +24,7 @@ from engine.settings import EngineSettings
 from engine.spec import validate
 from engine.warm import warm
 from model.batch import Backend
+from model.drafting import DraftModel
 from model.progress import LayerProgress
 from moonrelay.errors import Unavailable
 
@@ -46,10 +47,12 @@ class Engine:
         backend: Backend,
         settings: EngineSettings,
         *,
+        drafter: DraftModel | None = None,
         observer: Observer | None = None,
         on_fatal: Callable[[BaseException], None] = exit_process,
     ) -> None:
-        self.backend, self.settings = backend, settings
+        self.backend, self.settings, self.drafter = backend, settings, drafter
+        backend.draft_width = drafter.draft_width if drafter is not None else 0
         self.progress = LayerProgress()
         self.pools = Pools(backend.layout(settings.block_tokens), settings)
         self._observer: Observer = observer or NullObserver()
@@ -159,6 +162,13 @@ class Engine:
             freed = self._core.ledger.take_freed()
         if freed:
             self._observer.memory_freed()
+
+    def draft_first(self, reservation: Reservation) -> int | None:
+        """The first token whose drafter rows are valid, as all after it; None without a drafter."""
+        if self.drafter is None:
+            return None
+        with self._wake:
+            return self._core.ledger.draft_first(reservation)
 
     def stats(self) -> EngineStats:
         with self._wake:

@@ -55,6 +55,7 @@ class _Entry:
     reservation: Reservation
     hold: Hold = Hold.IDLE
     tokens_in_state: int | None = None  # None: never run here, so only the caller knows
+    draft_first: int = 0  # the first token with valid drafter rows
     rolling: _Rolling | None = None
 
 
@@ -148,8 +149,8 @@ class Ledger:
     def holders(self, block: int) -> int:
         return self._holders[block]
 
-    def attach(self, reservation: Reservation, *, restored: int) -> None:
-        """A sequence starts on it after `restored` tokens.
+    def attach(self, reservation: Reservation, *, restored: int, draft_first: int = 0) -> None:
+        """A sequence starts on it after `restored` tokens, of which those from `draft_first` on have drafter rows.
 
         Raises: InvariantError if it is released, spoiled, in use, known to hold another number of tokens, or would
         write to a block that somebody else holds too.
@@ -160,11 +161,20 @@ class Ledger:
         if any(self._holders[block] > 1 for block in reservation.blocks[restored // self.block_tokens :]):
             raise InvariantError(f"a sequence that starts after {restored} tokens would write to a shared block")
         self._move(entry, Change.ATTACHED)
-        entry.tokens_in_state = restored
+        entry.tokens_in_state, entry.draft_first = restored, draft_first
 
     def tokens_in_state(self, reservation: Reservation) -> int | None:
         """How many tokens its rows and state have consumed; None before its first sequence."""
         return self._entry(reservation.id).tokens_in_state
+
+    def draft_first(self, reservation: Reservation) -> int:
+        """The first token with valid drafter rows."""
+        return self._entry(reservation.id).draft_first
+
+    def draft_cold(self, reservation: Reservation, first: int) -> None:
+        """Drafter rows are valid from `first` on only."""
+        entry = self._entry(reservation.id)
+        entry.draft_first = max(entry.draft_first, first)
 
     def advance(self, reservation: Reservation, *, start: int, tokens: int) -> None:
         """A step consumed `tokens` after `start`. Raises: InvariantError if the state was not at `start`."""

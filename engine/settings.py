@@ -9,6 +9,7 @@ import msgspec
 from moonrelay.errors import SettingsError
 from moonrelay.settings import check_range
 
+DraftRule = Literal["standard", "block"]
 TILE_TOKENS = 64  # a prompt may be cut only at multiples of this, or results would depend on the cut
 BOUNDS = {
     "block_tokens": (TILE_TOKENS, 1 << 16),
@@ -18,6 +19,7 @@ BOUNDS = {
     "prefill_share_tokens": (TILE_TOKENS, 1 << 20),
     "max_batch_sequences": (1, 1 << 16),
     "queue_len_max": (0, 1 << 20),
+    "draft_len_max": (0, TILE_TOKENS - 1),  # so that a verified run meets at most one snapshot boundary
 }
 
 
@@ -34,6 +36,9 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     # Turns that are written back copy their state at block boundaries into a slot of their own. on: it is set aside
     # with the reservation; adaptive: taken while slots are free, given up when a sequence or a snapshot needs one.
     writeback: Literal["on", "off", "adaptive"] = "adaptive"
+    draft_len_max: int = 0  # tokens drafted for one step of a sequence; 0: none, though a drafter's rows are written
+    draft_rule: DraftRule = "block"  # which refusals verification can avoid, see engine/verify.py
+    draft_adaptive: bool = True  # draft only what pays; off: always draft_len_max
 
     def __post_init__(self) -> None:
         check_range(self, BOUNDS)

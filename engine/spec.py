@@ -13,6 +13,8 @@ def validate(spec: SequenceSpec, *, vocab_size: int, context_len: int) -> None:
     """Raises: InvalidRequest naming the field; ContextLengthExceeded."""
     if spec.restored < 0:
         raise InvalidRequest("restored must not be negative", param="restored")
+    if not 0 <= spec.draft_first <= spec.restored:
+        raise InvalidRequest("draft_first must lie in the restored tokens", param="draft_first")
     if not spec.ids:
         raise InvalidRequest("there must be at least one token to compute", param="prompt")
     if min(spec.ids) < 0 or max(spec.ids) >= vocab_size:

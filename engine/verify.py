@@ -8,13 +8,13 @@ for) and the drafter's. A greedy request is the case of laws with one id.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
+from engine.settings import DraftRule as Rule
+
 Law = npt.NDArray[np.float64]
-Rule = Literal["standard", "block"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

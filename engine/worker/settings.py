@@ -6,7 +6,7 @@ from typing import Literal
 
 import msgspec
 
-from engine.settings import EngineSettings
+from engine.settings import DraftRule, EngineSettings
 from engine.worker.timing import Timing
 from model.ops.snapshot import SnapshotDtype
 from moonrelay.settings import DAY_MS, check_range
@@ -40,6 +40,9 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     backend: Literal["auto", "native", "torch"] = "auto"
     numerics: Literal["invariant", "fast"] = "invariant"
+    # auto: the checkpoint's own, in its folder `drafter`, where there is one; off; or a drafter's directory. Prefill
+    # and decode must have the same: prefill writes the drafter's rows, decode drafts from them.
+    drafter: str = "auto"
     threads: int = 0  # 0: try one and two at start, keep the faster
 
     block_tokens: int = 64
@@ -53,6 +56,9 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         0.5  # of the pools: what finished prompts and turns may keep until somebody needs it; 0: off
     )
     writeback: Literal["on", "off", "adaptive"] = "adaptive"  # see EngineSettings
+    draft_len_max: int = 0  # tokens drafted for one step of a sequence; 0: none, though a drafter's rows are written
+    draft_rule: DraftRule = "block"
+    draft_adaptive: bool = True  # draft only what pays; off: always draft_len_max
     snapshot_dtype: SnapshotDtype = "fp32"  # how snapshots are stored; what each costs in precision: engine/DESIGN.md
     admission_wait_ms: int = 30_000  # the longest a prompt waits for memory
 
