@@ -35,7 +35,8 @@ class DraftRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Proposal:
-    """`confidence`: for each token, the chance that it is kept, given that those before it are.
+    """`confidence`: for each place, the chance that its token is kept, given that those before it are. It knows the
+    tokens before it but not its own, so that whoever cuts a draft where it falls low does not bend the law.
 
     `laws` [len(tokens), vocab] fp32: the distributions from which the tokens were drawn; None where each was certain.
     No tokens: the drafter has no idea, or its output was not finite.

@@ -86,7 +86,7 @@ class TorchDraftModel:
         )
         if not made.logits.isfinite().all():
             return NOTHING
-        confidence = _own(made) if made.confidence is None else made.confidence
+        confidence = _own(made, request.temperature) if made.confidence is None else made.confidence
         if not torch.tensor(confidence).isfinite().all():
             return NOTHING
         return Proposal(tokens=made.tokens, confidence=confidence, laws=torch.stack(laws).numpy() if laws else None)
@@ -99,7 +99,6 @@ def draw(law: torch.Tensor, uniform: float) -> int:
     return min(int(torch.searchsorted(running, uniform * running[-1], right=True)), last)
 
 
-def _own(made: Draft) -> list[float]:
-    """How sure the drafter itself is of each token."""
-    chosen = made.logits.softmax(-1).gather(-1, torch.tensor(made.tokens)[:, None])
-    return [float(p) for p in chosen[:, 0]]
+def _own(made: Draft, temperature: float) -> list[float]:
+    """How sure the drafter itself is of each place: its law's largest probability, whichever token was drawn."""
+    return [float(p) for p in (made.logits / (temperature or 1.0)).softmax(-1).amax(-1)]

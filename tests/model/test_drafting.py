@@ -63,8 +63,8 @@ class Draftee:
         made = self.plain.draft(
             request.anchor, request.position, context, request.length, choose, first=request.first
         )
-        chosen = made.logits.softmax(-1)[range(request.length), made.tokens]
-        return made.tokens, made.logits, made.confidence or chosen.tolist()
+        own = (made.logits / (request.temperature or 1.0)).softmax(-1).amax(-1)
+        return made.tokens, made.logits, made.confidence or own.tolist()
 
 
 def requests(draftee: Draftee, seed: int, positions: list[int]) -> tuple[list[DraftRequest], list[torch.Tensor]]:
