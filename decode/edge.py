@@ -92,6 +92,7 @@ class DecodeEdge(worker_pb2_grpc.DecodeWorkerServicer):
                 ids=(first,),  # seen by no state: the first step consumes it
                 sampling=sampling,
                 restored=adoption.tokens_in_state,
+                draft_first=adoption.draft_first,
                 write_back=kept is not None,
             )
             turn.submit(spec)

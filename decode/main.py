@@ -77,7 +77,10 @@ async def assemble(worker: Worker) -> DecodeService:
     metrics = ReaderMetrics(worker.metrics, table)
     owners = Owners(worker.spawn, metrics)
     identity = Identity(
-        fingerprint=worker.model.fingerprint, layout=worker.model.layout, vocab_size=worker.model.vocab_size
+        fingerprint=worker.model.fingerprint,
+        layout=worker.model.layout,
+        vocab_size=worker.model.vocab_size,
+        drafter=worker.model.drafter_id,
     )
 
     def epochs() -> dict[str, int]:

@@ -13,6 +13,7 @@ from moonrelay.prefix import Fingerprint
 Refusal = Literal[
     "fingerprint",  # another model, tokenizer, layout version or arithmetic
     "dtype",  # rows or snapshots are stored in another type
+    "drafter",  # made with another drafter, or without one; or its rows begin past the prompt's end
     "layout",  # shapes differ
     "tp_size",  # a split that this worker cannot map
     "tokens_in_state",  # not the prompt that was reserved for
@@ -86,11 +87,12 @@ class Opened:
     epoch: int
     pools: Mapping[int, int]
     fence: int
+    drafter: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """A handoff's whole promise. `rows` begin after the held blocks."""
+    """A handoff's whole promise. `rows` begin after the held blocks, the drafter's at token `draft_first`."""
 
     opened: Opened
     next_token: int
@@ -99,6 +101,7 @@ class Manifest:
     state: Sequence[StateRegions]
     held: Held | None
     lease_ms: int
+    draft_first: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,6 +113,7 @@ class Mine:
     vocab_size: int
     prompt_tokens: int
     epochs: Mapping[str, int]
+    drafter: str = ""
 
 
 def refused(reason: Refusal, message: str) -> HandoffRefused:
@@ -131,6 +135,7 @@ def check_manifest(manifest: Manifest, opened: Opened, mine: Mine, held: Held | 
         or _check_same_handoff(manifest.opened, opened)
         or _check_position(manifest, mine)
         or _check_held(manifest, held)
+        or _check_draft_first(manifest)
         or _check_lease(manifest)
     )
 
@@ -143,6 +148,8 @@ def _check_identity(opened: Opened, mine: Mine) -> HandoffRefused | None:
     for name in ours.__struct_fields__:
         if getattr(theirs, name) != getattr(ours, name):
             return refused("fingerprint", f"{name} {getattr(theirs, name)!r}, expected {getattr(ours, name)!r}")
+    if opened.drafter != mine.drafter:
+        return refused("drafter", f"drafter {opened.drafter or 'none'}, expected {mine.drafter or 'none'}")
     if opened.layout != mine.layout:
         return refused("layout", f"{opened.layout}, expected {mine.layout}")
     whole = Split(tp_size=1, tp_rank=0, first_head=0, end_head=mine.layout.num_heads)
@@ -188,6 +195,13 @@ def _check_position(manifest: Manifest, mine: Mine) -> HandoffRefused | None:
 def _check_held(manifest: Manifest, held: Held | None) -> HandoffRefused | None:
     if manifest.held != held:
         return refused("held", f"the owner keeps back {manifest.held}, asked for {held}")
+    return None
+
+
+def _check_draft_first(manifest: Manifest) -> HandoffRefused | None:
+    first, tokens = manifest.draft_first, manifest.opened.prompt_tokens
+    if not 0 <= first <= tokens:
+        return refused("drafter", f"the drafter's rows begin at token {first} of {tokens}")
     return None
 
 

@@ -44,15 +44,20 @@ class Identity:
     fingerprint: Fingerprint
     layout: PoolLayout
     vocab_size: int
+    drafter: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Adoption:
-    """A handoff that may be decoded from, and what it took. Seconds of all its reads; waiting is not in them."""
+    """A handoff that may be decoded from, and what it took. Seconds of all its reads; waiting is not in them.
+
+    The drafter's rows are there from token `draft_first` on.
+    """
 
     holding: Holding
     next_token: int
     tokens_in_state: int
+    draft_first: int
     bytes: int
     held_tokens: int
     transport: str
@@ -188,6 +193,7 @@ class Reader:
             vocab_size=self._identity.vocab_size,
             prompt_tokens=self.table.prompt_tokens(reservation_id),
             epochs=self._epochs(),
+            drafter=self._identity.drafter,
         )
         refusal = check_opened(opened, mine)
         if refusal is not None:
@@ -268,13 +274,14 @@ class Reader:
     def _adopted(self, pull: _Pull) -> Adoption:
         manifest, reserved, now_s = pull.inbox.manifest, self._reserved[pull.reservation_id], time.monotonic()
         assert manifest is not None, "complete only after the manifest"
-        held_blocks = 0 if reserved.held is None else reserved.held.num_blocks
+        held_tokens = 0 if reserved.held is None else reserved.held.num_blocks * self._identity.layout.block_tokens
         adoption = Adoption(
             holding=pull.holding,
             next_token=manifest.next_token,
             tokens_in_state=manifest.tokens_in_state,
+            draft_first=self._draft_first(manifest.draft_first, held_tokens, pull.holding),
             bytes=sum(report.bytes for report in pull.reports),
-            held_tokens=held_blocks * self._identity.layout.block_tokens,
+            held_tokens=held_tokens,
             transport=pull.reports[-1].transport if pull.reports else "none",
             pull_seconds=sum(report.pull_seconds for report in pull.reports),
             verify_seconds=sum(report.verify_seconds for report in pull.reports),
@@ -282,6 +289,12 @@ class Reader:
         )
         self._metrics.pulled(adoption, pull.num_regions)
         return adoption
+
+    def _draft_first(self, came_from: int, held_tokens: int, holding: Holding) -> int:
+        """Of held blocks our own book says which have the drafter's rows; of the others the manifest."""
+        if came_from > held_tokens or holding.found is None:
+            return came_from
+        return holding.found.drafted_from * self._identity.layout.block_tokens
 
     def _end(self, pull: _Pull, event: Event) -> None:
         """Nothing is adopted and no read of ours is running."""

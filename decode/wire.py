@@ -20,6 +20,7 @@ def manifest_from_wire(wire: worker_pb2.Manifest) -> Manifest:
         state=[state_from_wire(part) for part in wire.state],
         held=held_from_wire(wire.held) if wire.HasField("held") else None,
         lease_ms=wire.lease_ms,
+        draft_first=wire.draft_first,
     )
 
 
@@ -35,6 +36,7 @@ def _opened(wire: worker_pb2.HandoffOpened | worker_pb2.Manifest, prompt_tokens:
         epoch=wire.source.epoch,
         pools={pool.id: pool.length for pool in wire.source.pools},
         fence=wire.fence,
+        drafter=wire.drafter,
     )
 
 

@@ -36,6 +36,7 @@ class DemoSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     model: str = str(ZOO)
     aggregated: bool = False
+    draft: bool = True  # with the model's own drafter, where it has one
     max_tokens: int = 160
 
     def __post_init__(self) -> None:
@@ -135,6 +136,7 @@ async def run(settings: DemoSettings) -> int:
         ready_file = Path(scratch, "ready.json")
         args = ["up", "--port", "0", "--ready-file", str(ready_file), "--model", settings.model]
         args += ["--aggregated"] if settings.aggregated else []
+        args += [] if settings.draft else ["--no-draft"]
         cluster = await asyncio.create_subprocess_exec(*python_command(*args))
         try:
             while (ready := read_json(ready_file)) is None:

@@ -46,6 +46,7 @@ class UpSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     aggregated: bool = False  # --prefill counts engines that do both halves themselves: no decode role, no handoff
     host: str = "127.0.0.1"
     port: int = 8000  # router i: HTTP on port + 2i, gRPC on port + 2i + 1; 0: free ports
+    draft: bool = True  # with the model's own drafter, where it has one
     threads: int = 1  # per worker: on a small machine one each is faster than two fighting
     disk_dir: str | None = None  # each cache node keeps files in a folder of its own below; None: none does
     disk_bytes: int = 0  # how much each node's files may take
@@ -178,6 +179,7 @@ class Supervisor:
             if role != "cachestore":
                 args += ["--model-dir", self.settings.model, "--model-name", self.settings.model_name()]
                 args += ["--threads", str(self.settings.threads)]
+                args += [] if self.settings.draft else ["--drafter", "off"]
             elif self.settings.disk_dir is not None:
                 folder = Path(self.settings.disk_dir).resolve() / name
                 args += ["--disk-dir", str(folder), "--disk-bytes", str(self.settings.disk_bytes)]

@@ -26,17 +26,20 @@ class _Kept:
     parent: _Kept | None
     children: int = 0
     xxh3: int | None = None
+    drafted: bool = False  # it holds the drafter's rows too
     slot: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
     """Blocks that a reservation may begin with, in token order, with their checksums where known; and the slot of the
-    snapshot at their end (None: rows alone were asked for)."""
+    snapshot at their end (None: rows alone were asked for). From block `drafted_from` on all hold the drafter's rows.
+    """
 
     blocks: tuple[int, ...]
     xxh3: tuple[int | None, ...]
     slot: int | None
+    drafted_from: int = 0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -87,22 +90,36 @@ class Bundles:
         slot = path[-1].slot if state else None
         if slot is not None:
             self._slots[slot] = self._slots.pop(slot)
-        return Found(blocks=tuple(k.block for k in path), xxh3=tuple(k.xxh3 for k in path), slot=slot)
+        cold = [index for index, kept in enumerate(path) if not kept.drafted]
+        return Found(
+            blocks=tuple(k.block for k in path),
+            xxh3=tuple(k.xxh3 for k in path),
+            slot=slot,
+            drafted_from=cold[-1] + 1 if cold else 0,
+        )
 
     def depth(self, hashes: Sequence[bytes]) -> int:
         """How many of a prompt's first blocks are here."""
         return len(self._path(hashes))
 
     def keep(
-        self, root: bytes, hashes: Sequence[bytes], first: int, blocks: Sequence[tuple[int, int | None]]
+        self,
+        root: bytes,
+        hashes: Sequence[bytes],
+        first: int,
+        blocks: Sequence[tuple[int, int | None]],
+        drafted_from: int = 0,
     ) -> None:
-        """Add `blocks` (number, checksum) as those of hashes[first:]; the ones before are kept already."""
+        """Add `blocks` (number, checksum) as those of hashes[first:]; the ones before are kept already. Those from
+        index `drafted_from` on hold the drafter's rows."""
         path = self._path(hashes)
         if len(path) != first or len(blocks) != len(hashes) - first:
             raise InvariantError(f"{len(path)} blocks of a chain are kept, not {first}")
         parent = path[-1] if path else None
-        for prefix_hash, (block, xxh3) in zip(hashes[first:], blocks, strict=True):
-            kept = _Kept(hash=prefix_hash, root=root, block=block, parent=parent, xxh3=xxh3)
+        for index, (prefix_hash, (block, xxh3)) in enumerate(zip(hashes[first:], blocks, strict=True), first):
+            kept = _Kept(
+                hash=prefix_hash, root=root, block=block, parent=parent, xxh3=xxh3, drafted=index >= drafted_from
+            )
             if parent is not None:
                 parent.children += 1
             self._kept[prefix_hash] = parent = kept

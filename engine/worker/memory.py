@@ -86,9 +86,24 @@ class Holding:
     def nbytes(self) -> int:
         return self._memory.block_bytes * len(self.reservation.blocks) + self._memory.slot_bytes
 
+    @property
+    def draft_bytes(self) -> int:
+        """Of each block, the drafter's part."""
+        return self._memory.draft_bytes
+
     def rows(self, first: int, end: int) -> list[Extent]:
         """Blocks [first, end) of the sequence, in token order."""
         return [self._memory.block(block) for block in self.reservation.blocks[first:end]]
+
+    def target_rows(self, first: int, end: int) -> list[Extent]:
+        """The same blocks without the drafter's part."""
+        size = self._memory.block_bytes - self._memory.draft_bytes
+        return [Extent(pool, offset, size) for pool, offset, _ in self.rows(first, end)]
+
+    def draft_rows(self, first: int, end: int) -> list[Extent]:
+        """The drafter's part of the same blocks."""
+        size = self._memory.draft_bytes
+        return [Extent(pool, offset + length - size, size) for pool, offset, length in self.rows(first, end)]
 
     def state(self) -> Extent:
         """The whole slot: recurrent state, then conv history, without a gap."""
@@ -117,6 +132,7 @@ class Memory:
         self._engine = engine
         layout, settings = engine.pools.layout, engine.settings
         self.block_bytes = layout.block_floats * FLOAT_BYTES
+        self.draft_bytes = layout.draft_floats * FLOAT_BYTES  # of these, the drafter's, behind the target's
         self.slot_bytes = layout.slot_floats * FLOAT_BYTES
         self._recurrent_bytes = layout.recurrent_floats * FLOAT_BYTES
         self._block_tokens = settings.block_tokens
@@ -223,15 +239,17 @@ class Memory:
         hashes: Sequence[bytes],
         xxh3: Sequence[int | None],
         snapshots: Sequence[tuple[int, int]],
+        drafted_from: int = 0,
     ) -> None:
         """Keep the blocks that `hashes` name, full ones of `holding`, with their checksums where known; and snapshots
-        (depth in blocks, slot), each of which the book uses beside its owner."""
+        (depth in blocks, slot), each of which the book uses beside its owner. Blocks from `drafted_from` on hold the
+        drafter's rows."""
         if not self.bundles.blocks_max:
             return
         first, reservation = self.bundles.depth(hashes), holding.reservation
         new = list(zip(reservation.blocks[first : len(hashes)], xxh3[first:], strict=True))
         self._engine.retain(reservation, range(first, len(hashes)))
-        self.bundles.keep(root, hashes, first, new)
+        self.bundles.keep(root, hashes, first, new, drafted_from)
         depths = []
         for depth, slot in snapshots:
             if self.bundles.slots_max and self.bundles.keep_snapshot(hashes[depth - 1], slot):

@@ -1,4 +1,8 @@
-"""Checksums of one reservation's blocks, each made once, off the event loop."""
+"""Checksums of one reservation's blocks, each made once, off the event loop.
+
+A handoff reads whole blocks. The cache stores the target's rows and the drafter's beside each other, so that a worker
+with another drafter, or none, can use the former: each part has a checksum of its own.
+"""
 
 from __future__ import annotations
 
@@ -35,3 +39,16 @@ class BlockSums:
                 extents = [self._holding.rows(index, index + 1)[0] for index in missing]
                 self._spans.update(zip(missing, await self._checked(extents), strict=True))
         return [self._spans[index] for index in range(first, end)]
+
+    async def parts(
+        self, first: int, end: int, drafted_from: int
+    ) -> tuple[list[tuple[int, common_pb2.Span]], dict[int, common_pb2.Span]]:
+        """What is stored of blocks [first, end): the target's rows by the block's index, and the drafter's rows of
+        those from `drafted_from` on."""
+        indices = range(first, end)
+        if not self._holding.draft_bytes:
+            return list(zip(indices, await self.spans(first, end), strict=True)), {}
+        drafted = range(min(max(first, drafted_from), end), end)
+        extents = [*self._holding.target_rows(first, end), *self._holding.draft_rows(drafted.start, end)]
+        spans = await self._checked(extents)
+        return list(zip(indices, spans, strict=False)), dict(zip(drafted, spans[len(indices) :], strict=True))

@@ -64,13 +64,14 @@ def turn_prompt(request: worker_pb2.AdoptRequest, *, prompt_tokens: int, block_t
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bundle:
     """What is kept of a chain, blocks [0, end) and snapshots in it; blocks [first, end) and the snapshots are new to
-    the cache nodes, and with `publish` offered to them."""
+    the cache nodes, and with `publish` offered to them. Blocks from `drafted_from` on hold the drafter's rows."""
 
     root: bytes
     hashes: Sequence[PrefixHash]
     first: int
     end: int
     publish: bool
+    drafted_from: int = 0
     hit: worker_pb2.CacheHit | None = None
 
 
@@ -140,9 +141,14 @@ class Turn:
         first, kept = len(self.prompt.hashes), self.prompt.num_tokens(block_tokens) + len(self.ids)
         end = min(kept, self.finished.tokens_in_state) // block_tokens
         publish = any(snapshot.tokens <= end * block_tokens for snapshot in self.snapshots)
-        hashes = self.prompt.continued(self.ids, block_tokens)[:end]
         return Bundle(
-            root=self.prompt.root, hashes=hashes, first=min(first, end), end=end, publish=publish, hit=self.prompt.hit
+            root=self.prompt.root,
+            hashes=self.prompt.continued(self.ids, block_tokens)[:end],
+            first=min(first, end),
+            end=end,
+            publish=publish,
+            drafted_from=-(-(self.finished.draft_first or 0) // block_tokens),
+            hit=self.prompt.hit,
         )
 
     def take_snapshots(self, tokens_max: int | None = None) -> list[SnapshotTaken]:

@@ -49,7 +49,12 @@ FINGERPRINT = Fingerprint(
 )
 WHOLE = Split(tp_size=1, tp_rank=0, first_head=0, end_head=2)
 MINE = Mine(
-    fingerprint=FINGERPRINT, layout=LAYOUT, vocab_size=272, prompt_tokens=130, epochs={"prefill-0": 7, "prefill-1": 3}
+    fingerprint=FINGERPRINT,
+    layout=LAYOUT,
+    vocab_size=272,
+    prompt_tokens=130,
+    epochs={"prefill-0": 7, "prefill-1": 3},
+    drafter="d1",
 )
 OPENED = Opened(
     handoff_id="h",
@@ -61,6 +66,7 @@ OPENED = Opened(
     epoch=7,
     pools={0: 10 * BLOCK, 1: 4 * SLOT},
     fence=1,
+    drafter="d1",
 )
 
 
@@ -125,6 +131,9 @@ IDENTITY_CASES = [
     ("fingerprint", other_fingerprint(block_tokens=128)),
     ("dtype", other_fingerprint(row_dtype="float8_e4m3")),
     ("dtype", other_fingerprint(snapshot_dtype="bfloat16")),
+    ("drafter", opened_as(drafter="d2")),
+    ("drafter", opened_as(drafter="")),
+    ("layout", opened_as(layout=replace(LAYOUT, draft_width=2))),
     ("layout", opened_as(layout=replace(LAYOUT, num_heads=4))),
     ("layout", opened_as(layout=replace(LAYOUT, conv_history=4))),
     ("tp_size", opened_as(split=Split(tp_size=2, tp_rank=0, first_head=0, end_head=1))),
@@ -166,6 +175,8 @@ MANIFEST_CASES = [
     ("sampler_position", replace(GOOD, sampler_position=132)),
     ("fence", replace(GOOD, lease_ms=0)),
     ("held", replace(GOOD, held=HELD)),
+    ("drafter", replace(GOOD, draft_first=131)),
+    ("drafter", replace(GOOD, draft_first=-1)),
     ("parts", opened_as(handoff_id="g")),
     ("parts", opened_as(fence=2)),
     ("parts", opened_as(pools={0: 10 * BLOCK, 1: 5 * SLOT})),
