@@ -161,6 +161,7 @@ class CacheNode(Member):
                 going = by_root.pop(root)
                 self.arena.thaw([cell for key in going for cell in self._cells(key)])
                 self.core.reclaim(going)
+                self.world.checkers.reclaimed(self, going)
                 self.world.counts["evicted"] += len(names)
         except AWAY as error:
             raise Unavailable(f"nothing can be evicted while the index is away: {error}") from None

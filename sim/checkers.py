@@ -98,11 +98,13 @@ class Checkers:
         """What rests on an entry goes before it, and blocks that no snapshot stands on before any snapshot."""
         going = dict.fromkeys(victims)
         entries = {k: e for k, e in node.core._entries.items() if k in going or e.state is not State.LEAVING}
-        resting = {entry.offer.parent for key, entry in entries.items() if key not in going}
+        resting = {entry.offer.parent for key, entry in node.core._entries.items() if key not in going}
         for key in victims:
             self.require(key not in resting, "orphans", f"{node.name}: what rests on a {key.kind} stays")
-        # What was put back goes first, and memory's order does not know what lies below it on disk.
-        if node.restored or node.core.stats().disk.capacity_bytes or all(key.kind != SNAPSHOT for key in victims):
+        # What was put back goes first, and memory's order does not know what lies below it on disk. A snapshot whose
+        # block never landed is itself of use to nobody.
+        whole = [key for key in victims if key.kind == SNAPSHOT and entries[key].offer.parent in entries]
+        if node.restored or node.core.stats().disk.capacity_bytes or not whole:
             return
         useful: set[Key] = set()
         for key in [*(key for key in entries if key.kind == SNAPSHOT), *protect]:
@@ -114,6 +116,13 @@ class Checkers:
         for key, entry in entries.items():
             idle = entry.state is State.HOST and key not in resting and key not in useful and not pins[key].pins
             self.require(not idle, "orphans", f"{node.name}: a snapshot goes before a block of use to nobody")
+
+    def reclaimed(self, node: Any, gone: Sequence[Key]) -> None:
+        """Nothing that stays rests on what has left."""
+        left = set(gone)
+        for key, entry in node.core._entries.items():
+            behind = entry.offer.parent in left and entry.state is not State.LEAVING
+            self.require(not behind, "orphans", f"{node.name}: a {key.kind} is left behind by what it rests on")
 
     def fence(self, owner: Any, granted: int | None, used: int) -> None:
         self.require(granted == used, "stale_fence", f"{owner.name}: fence {used} honoured, {granted} was granted")

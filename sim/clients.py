@@ -119,7 +119,7 @@ class Clients(Process):
         world = self.world
         routers = [name for name, process in world.processes.items() if process.role == "router"]
         router: Any = world.processes[self.rng.choice(routers)]
-        began, disturbed = world.now, router.disturbed
+        began, disturbed, silent = world.now, router.disturbed, router.stopped
         stream = world.network.stream(self, router.name, "serve", ask)
         got: list[int] = []
         results: list[Result] = []
@@ -137,7 +137,7 @@ class Clients(Process):
             stream.close()
         if results and isinstance(error, LinkLost):
             error = None  # the answer was whole before the connection broke
-        calm = router.alive and router.disturbed == disturbed and not router.stopped
+        calm = router.alive and router.disturbed == disturbed and not silent
         late = world.now - began > ask.deadline_ms + world.network.weather.slow_max + 10
         world.checkers.require(
             not (calm and (late or isinstance(error, DeadlineExceeded))),

@@ -28,7 +28,8 @@ class NodeCore(Ledger):
         return self._missing(offer.nbytes for offer in offers if offer.key not in self._entries)
 
     def admit(self, offers: Sequence[Offer]) -> Admission:
-        """Give memory to offers in order, until one does not fit: what follows it would be of no use."""
+        """Give memory to offers in order, until one does not fit: what follows it would be of no use. Nor is there
+        room for what is LEAVING, or would rest on that: it would be left behind."""
         new: list[Key] = []
         already: list[Key] = []
         landing: list[Key] = []
@@ -37,10 +38,12 @@ class NodeCore(Ledger):
         self._disk.retention.passed(offers)
         for offer in offers:
             held = self._entries.get(offer.key)
-            if held is not None:
+            if held is not None and held.state is not State.LEAVING:
                 (already if held.state in VISIBLE else landing).append(offer.key)
                 continue
-            extents = None if refused else self._pages.allocate(offer.nbytes)
+            below = self._entries.get(offer.parent) if offer.parent is not None else None
+            going = held is not None or (below is not None and below.state is State.LEAVING)
+            extents = None if refused or going else self._pages.allocate(offer.nbytes)
             if extents is None:
                 refused.append(offer.key)
                 continue
@@ -80,9 +83,11 @@ class NodeCore(Ledger):
         """What `Retention` gives up for `nbytes` of memory, or as much as can be had: what is on disk too is out of
         memory at once, the rest, which is returned, is LEAVING.
 
-        Never one that a lease or a late read covers, that another entry in memory rests on, or that `protect` does.
+        Never one that a lease or a late read covers, that another entry in memory rests on, or that `protect` does;
+        nor what an entry rested on that is LEAVING since an earlier call: it may come back.
         """
         self._end_quiet(now_ms)
+        earlier = frozenset(self._leaving)
         leaving: list[Key] = []
         anchored: list[Stored] = []  # what rests on it is on disk only: it must be there too before it goes
         spared: list[Stored] = []  # what it rests on is on disk only, and so of no use to memory's `Retention`
@@ -92,7 +97,7 @@ class NodeCore(Ledger):
                 if entry.state is State.BOTH:
                     wanted -= entry.nbytes
                     self._empty(entry)
-                elif self._resting[entry.offer.key]:
+                elif self._resting[entry.offer.key] or entry.offer.key in earlier:
                     anchored.append(entry)
                 elif self._rests_on_disk(entry):
                     spared.append(entry)
@@ -110,7 +115,7 @@ class NodeCore(Ledger):
     def reclaim(self, keys: Iterable[Key]) -> None:
         """The index does not name them any more: their memory is free, their files are to be deleted."""
         for key in keys:
-            entry = self._entries.pop(self._in_state(key, State.LEAVING).offer.key)
+            entry = self._entries.pop(self._left(key).offer.key)
             self._evicted[key.kind] += 1
             self._pages.free(entry.extents)
             if entry.file_bytes:
@@ -119,7 +124,7 @@ class NodeCore(Ledger):
     def restore(self, keys: Iterable[Key]) -> None:
         """The index could not be told: the entries stay."""
         for key in keys:
-            entry = self._in_state(key, State.LEAVING)
+            entry = self._left(key)
             self._rest(entry.offer, 1)
             self._visible[key.kind] += 1
             if entry.extents:
@@ -133,7 +138,7 @@ class NodeCore(Ledger):
     def retire(self, key: Key) -> bool:
         """Begin to withdraw an entry whose memory went bad; False where it is held or rested on, or not here."""
         entry = self._entries.get(key)
-        if entry is None or entry.state is not State.HOST or self._resting[key]:
+        if entry is None or entry.state is not State.HOST or self._resting[key] or self._leaving[key]:
             return False
         if self._held[key] or self._leases.covered()[key]:
             return False
@@ -166,12 +171,13 @@ class NodeCore(Ledger):
         memory too are to be deleted at once, entries that are nowhere else, which are returned, are LEAVING."""
         leaving: list[Key] = []
         anchored: list[Stored] = []
+        earlier = frozenset(self._leaving)
         wanted = nbytes - self._disk.free_bytes - self._disk.deleting_bytes  # what is being deleted is free soon
         while wanted > 0 and (found := self._disk.retention.victims(wanted)):
             for key in found:
                 entry = self._entries[key]
-                if entry.state is State.DISK and self._resting[key]:
-                    anchored.append(entry)  # what rests on it is in memory only
+                if entry.state is State.DISK and (self._resting[key] or key in earlier):
+                    anchored.append(entry)  # what rests on it is in memory only, or may come back
                     continue
                 wanted -= entry.file_bytes
                 if entry.state is State.BOTH:

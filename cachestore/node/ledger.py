@@ -30,6 +30,7 @@ class Ledger:
         self._on_disk = {BLOCK: 0, SNAPSHOT: 0}  # only there
         self._moved: set[Key] = set()  # between memory and disk, and nobody has asked yet
         self._resting: Counter[Key] = Counter()  # entries on a key, itself here or not; LEAVING ones not
+        self._leaving: Counter[Key] = Counter()  # those: they may come back, so what they rest on goes after them
 
     def entry(self, key: Key) -> Stored | None:
         """The books' own; to look at only."""
@@ -79,6 +80,9 @@ class Ledger:
         staying = [entry.offer.parent for _, entry in entries if entry.state is not State.LEAVING]
         if self._resting != Counter(parent for parent in staying if parent is not None):
             raise InvariantError("what rests on what is miscounted")
+        leaving = [entry.offer.parent for _, entry in entries if entry.state is State.LEAVING]
+        if self._leaving != Counter(parent for parent in leaving if parent is not None):
+            raise InvariantError("what is leaving is miscounted")
         only_there = Counter(key.kind for key, entry in entries if entry.state in ON_DISK)
         if any(only_there[kind] != count for kind, count in self._on_disk.items()):
             raise InvariantError("entries that are only on disk miscounted")
@@ -106,14 +110,18 @@ class Ledger:
         self._moved.add(entry.offer.key)
 
     def _rest(self, offer: Offer, by: int) -> None:
-        if offer.parent is not None:
-            self._resting[offer.parent] += by
-            if not self._resting[offer.parent]:
-                del self._resting[offer.parent]
+        _count(self._resting, offer, by)
+
+    def _left(self, key: Key) -> Stored:
+        """It is LEAVING no more."""
+        entry = self._in_state(key, State.LEAVING)
+        _count(self._leaving, entry.offer, -1)
+        return entry
 
     def _withdraw(self, entry: Stored) -> Key:
         entry.state = after(entry.state, Event.WITHDRAW)
         self._rest(entry.offer, -1)
+        _count(self._leaving, entry.offer, 1)
         self._visible[entry.offer.key.kind] -= 1
         return entry.offer.key
 
@@ -144,3 +152,11 @@ class Ledger:
         if entry is None or entry.state is not state:
             raise InvariantError(f"{key.kind}: {entry.state if entry else 'absent'}, not {state}")
         return entry
+
+
+def _count(entries: Counter[Key], offer: Offer, by: int) -> None:
+    """As many more, or fewer, as are on what `offer` rests on."""
+    if offer.parent is not None:
+        entries[offer.parent] += by
+        if not entries[offer.parent]:
+            del entries[offer.parent]

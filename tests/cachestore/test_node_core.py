@@ -88,6 +88,39 @@ def test_an_entry_that_others_rest_on_or_that_is_protected_stays() -> None:
     core.check()
 
 
+def test_nothing_comes_to_rest_on_an_entry_that_is_leaving() -> None:
+    """It would be left behind: half a bundle that no lookup finds."""
+    core = NodeCore(12 * PAGE_BYTES)
+    offers = [block(1, 0), block(1, 1), snapshot(1, 2)]
+    store(core, *offers[:2])
+    assert core.victims(PAGE_BYTES, now_ms=0) == [block(1, 1).key]
+    admission = core.admit(offers)
+    assert admission.already_there == (block(1, 0).key,)
+    assert admission.refused == (block(1, 1).key, snapshot(1, 2).key) and not admission.in_progress
+    assert core.admit([block(1, 2)]).refused == (block(1, 2).key,), "what it rests on need not be offered with it"
+    core.check()
+    core.reclaim([block(1, 1).key])
+    assert store(core, *offers) == (block(1, 1).key, snapshot(1, 2).key), "room for it again once it has left"
+    core.check()
+
+
+def test_what_an_entry_rested_on_waits_until_it_has_left_for_good() -> None:
+    """The index could not be told of the first call's; what the second gave up must not have left before them."""
+    core = NodeCore(8 * PAGE_BYTES)
+    store(core, block(1, 0), block(1, 1))
+    going = core.victims(PAGE_BYTES, now_ms=0)
+    assert going == [block(1, 1).key]
+    assert core.victims(PAGE_BYTES, now_ms=0) == [] and not core.retire(block(1, 0).key)
+    core.check()
+    core.restore(going)
+    core.check()
+    assert core.victims(2 * PAGE_BYTES, now_ms=0) == [block(1, 1).key, block(1, 0).key], "both in one call"
+    core.check()
+    core.reclaim([block(1, 1).key, block(1, 0).key])
+    core.check()
+    assert core.stats().free_bytes == 8 * PAGE_BYTES
+
+
 def test_a_lease_that_expired_keeps_the_memory_for_the_longest_transfer() -> None:
     core = NodeCore(PAGE_BYTES, longest_transfer_ms=GRACE_MS)
     store(core, block(1, 0))

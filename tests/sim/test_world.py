@@ -6,14 +6,20 @@ import os
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from sim.bugs import BUGS
-from sim.checkers import INVARIANTS
+from sim.checkers import INVARIANTS, Checkers
+from sim.clients import Clients, Conversation, TurnPlan
 from sim.faults import KINDS, PHASES, ROLES, STORMS, STRIKES, Fault
+from sim.network import Network
+from sim.router import Ask, RequestDeadline
 from sim.scenario import Outcome, run, scenario, struck_by
+from sim.world import Process, Steps, Violation, World
 
 ROOT = Path(__file__).resolve().parents[2]
 SAMPLE = 70
@@ -52,6 +58,40 @@ def test_one_run_for_every_fault_in_every_phase(kind: str) -> None:
             assert outcome.violation is None, f"{kind} {role} in {phase}: {told(outcome)}"
             struck.update(outcome.struck)
     assert len(struck) > len(PHASES) // 2, "most phases were reached"
+
+
+class SlowRouter(Process):
+    """Gives up at every request's deadline, by its own clock."""
+
+    role = "router"
+
+    def rpc_serve(self, ask: Ask, emit: Callable[[Any], None]) -> Steps:
+        yield ask.deadline_ms
+        raise RequestDeadline("the request's deadline passed")
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+def test_a_deadline_is_counted_from_when_a_stopped_router_goes_on(stopped: bool) -> None:
+    """Until then nobody has the request; a router that runs all the time has no such excuse."""
+    world = World(0)
+    Network(world)
+    Checkers(world)
+    router, stop_ms = SlowRouter(world, "router0"), 1_000.0
+    turn = TurnPlan(ids=(1, 2, 3), max_tokens=1, stops=False, pause_ms=0)
+    talk = Conversation(name="c", tenant="red", head=(), hinted=False, turns=(turn,), start_ms=10)
+    clients = Clients(world, [talk], deadline_ms=2_000)
+    world.processes |= {"router0": router, "clients": clients}
+    clients.boot()
+    if stopped:
+        router.stop()
+        world.run(stop_ms)
+        router.resume()
+        world.run(stop_ms + 2_200)
+        assert clients.failed == 1 and world.counts["check:deadline"] == 1
+    else:
+        router.clock_rate = 0.5
+        with pytest.raises(Violation, match="deadline"):
+            world.run(stop_ms + 4_000)
 
 
 @pytest.mark.parametrize("name", BUGS)
