@@ -7,7 +7,7 @@ DEV_STAMP := $(VENV)/.installed-dev-$(SUM)
 export OMP_NUM_THREADS ?= 1
 export UCX_MODULES ?= ^efa
 
-.PHONY: install dev demo up check test sim proto bench bench-agents bench-cache bench-memory bench-precision bench-replay check-wheel faults clean
+.PHONY: install dev demo up check test sim proto bench bench-agents bench-cache bench-draft bench-memory bench-precision bench-replay check-wheel faults clean
 
 install: $(STAMP)
 
@@ -65,6 +65,10 @@ bench-precision: dev
 
 bench-cache: install
 	$(PY) bench/cache.py $(ARGS)
+
+# Held-out prompts come from archives that pip fetches; ARGS=--quick takes a small sample.
+bench-draft: install
+	$(PY) bench/draft.py $(ARGS)
 
 bench-replay: install
 	$(PY) bench/replay.py $(ARGS)
