@@ -49,6 +49,8 @@ class Offer:
     depth: int
     spans: Sequence[Span]
     parent: bytes | None = None  # blocks: the previous hash; None at depth 0
+    drafter: str = ""  # blocks: whose rows `draft_spans` are
+    draft_spans: Sequence[Span] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +59,7 @@ class PublishReport:
     already_there: int
     refused: int
     in_progress: int
+    drafts: int  # blocks whose drafter rows were taken
 
 
 @dataclass(slots=True)
@@ -83,16 +86,17 @@ class CacheClient:
 
     async def fetch(
         self, hit: CacheHit, root: bytes, hashes: Sequence[bytes], rows_into: Sequence[Slice], state_into: Slice,
-        deadline_s: float, landing: Landing,
+        deadline_s: float, landing: Landing, *, drafter: str = "", draft_into: Sequence[Slice] = (),
     ) -> FetchReport:  # fmt: skip
         """Bring blocks [0, N) and the snapshot at N, of the hit or of an alternative; one slice in `rows_into` per
-        block of the hit.
+        block of the hit. With a `drafter` its rows too, as far as there are any, one slice in `draft_into` per block.
 
         Never raises for a node's failure. The caller keeps the memory while `landing.pending`, also when cancelled.
         """
         target = Target(
-            root=root, hashes=hashes, rows=rows_into, state=state_into, deadline_s=deadline_s, landing=landing
-        )
+            root=root, hashes=hashes, rows=rows_into, state=state_into, deadline_s=deadline_s, landing=landing,
+            drafter=drafter, drafts=draft_into,
+        )  # fmt: skip
         return await Fetch(self._transports, self._nodes, self, target).run(hit)
 
     async def publish(self, node: Member, root: bytes, offers: Sequence[Offer], deadline_s: float) -> PublishReport:
@@ -103,7 +107,13 @@ class CacheClient:
         """
         entries = [
             cache_pb2.Entry(
-                kind=_KIND[o.kind], prefix_hash=o.prefix_hash, depth=o.depth, spans=o.spans, parent=o.parent
+                kind=_KIND[o.kind],
+                prefix_hash=o.prefix_hash,
+                depth=o.depth,
+                spans=o.spans,
+                parent=o.parent,
+                drafter=o.drafter,
+                draft_spans=o.draft_spans,
             )
             for o in offers
         ]
@@ -115,7 +125,7 @@ class CacheClient:
             raise _fault(node, error) from None
         return PublishReport(
             stored=reply.stored, already_there=reply.already_there, refused=reply.refused,
-            in_progress=reply.in_progress,
+            in_progress=reply.in_progress, drafts=reply.drafts,
         )  # fmt: skip
 
     async def close(self) -> None:

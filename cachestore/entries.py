@@ -30,3 +30,12 @@ class Offer:
     def rank(self) -> int:
         """Order along a chain: the block that ends at a boundary, then the snapshot there."""
         return 2 * self.depth + 1 if self.key.kind == SNAPSHOT else 2 * (self.depth + 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftOffer:
+    """The rows that a drafter left for a block's tokens: a part of the block's entry that may be missing."""
+
+    key: Key
+    drafter: str
+    nbytes: int

@@ -2,6 +2,9 @@
 
 What has landed and agrees with its leased checksum stays where it is for the alternatives: a block is named by its
 hash, whoever had it. Blocks whose read went wrong, and nodes that do not answer, are not asked again.
+
+A drafter's rows of the blocks come with them, after everything that the hit needs, and cannot make it a miss: where
+they are missing or wrong, the report's `draft_first` is deeper.
 """
 
 from __future__ import annotations
@@ -11,18 +14,17 @@ import contextlib
 import logging
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal, Protocol
 
 import grpc
-import numpy as np
 
-from cachestore.spans import DISK, unpack
+from cachestore.fetch_part import DraftRead, NodeKey, OtherForm, Part, UnreadableLease, run_of_drafts
 from cachestore.transports import ChecksumMismatch, Landing, Read, ReadHandle, ReadReport, Slice, TransportSet
-from moonrelay.errors import ServeError, StaleEpoch
+from moonrelay.errors import StaleEpoch
 from moonrelay.membership import Member
 from moonrelay.stubs.v1 import cache_pb2
-from moonrelay.stubs.v1.common_pb2 import Peer, Span
+from moonrelay.stubs.v1.common_pb2 import Peer
 from moonrelay.stubs.v1.worker_pb2 import CacheHit, CacheRun
 
 logger = logging.getLogger(__name__)
@@ -32,7 +34,6 @@ LEASE_MARGIN_MS = 500  # beyond the fetch's own deadline
 ABORT_WAIT_S = 0.05
 ATTEMPT_S_MIN = 0.02  # with less time left an alternative is not begun
 FetchMiss = Literal["stale_index", "tier_error", "fingerprint"]
-NodeKey = tuple[str, int]
 
 
 class Nodes(Protocol):
@@ -67,7 +68,8 @@ class FetchReport:
     """What landed: `tokens` of the hit, all unless `miss_reason` says why not.
 
     `xxh3`: each restored block's checksum, None where it came in pieces. `bytes`, `transport` and the seconds are of
-    the attempt that succeeded.
+    the attempt that succeeded. From token `draft_first` on every block has the asked drafter's rows too, with
+    checksums `draft_xxh3`; `draft_refused` blocks more should have had them by their lease.
     """
 
     tokens: int = 0
@@ -80,11 +82,17 @@ class FetchReport:
     verify_seconds: float = 0.0
     xxh3: tuple[int | None, ...] = ()
     places: tuple[Place, ...] = ()
+    draft_first: int = 0
+    draft_xxh3: tuple[int | None, ...] = ()
+    draft_refused: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """Where a fetch goes: one slice per block, one for the state; both are the caller's again once nothing lands."""
+    """Where a fetch goes: one slice per block, one for the state, and with a `drafter` one per block for its rows.
+
+    All are the caller's again once nothing lands.
+    """
 
     root: bytes
     hashes: Sequence[bytes]
@@ -92,32 +100,8 @@ class Target:
     state: Slice
     deadline_s: float
     landing: Landing
-
-
-@dataclass(slots=True, kw_only=True)
-class _Part:
-    """What one node gives to an attempt: block ranges, and perhaps the snapshot, at that depth."""
-
-    member: Member
-    ranges: list[tuple[int, int]]
-    snapshot: int = 0
-    lease: cache_pb2.LeaseReply | None = None
-    valid_until_s: float = 0.0
-    entry_of: list[int] = field(default_factory=list)  # per read: which of `entries()`
-    sums: dict[int, int | None] = field(default_factory=dict)  # block to checksum
-    on_disk: set[int] = field(default_factory=set)
-    handle: ReadHandle | None = None
-
-    @property
-    def key(self) -> NodeKey:
-        return (self.member.instance_id, self.member.epoch)
-
-    def blocks(self) -> list[int]:
-        return [i for first, end in self.ranges for i in range(first, end)]
-
-    def entries(self) -> list[int]:
-        """In the order of the lease: blocks by index, then the snapshot as its depth below zero."""
-        return self.blocks() + [-self.snapshot] * bool(self.snapshot)
+    drafter: str = ""
+    drafts: Sequence[Slice] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,57 +142,65 @@ class Fetch:
             try:
                 if not size or rest or bundle.tokens != bundle.snapshot.first_block * size:
                     raise _Miss("stale_index", "the hit's tokens are not those of its blocks")
-                reports = await self._attempt(bundle, time.monotonic() + left_s / share)
+                parts, reports = await self._attempt(bundle, time.monotonic() + left_s / share)
             except _Miss as miss:
                 logger.info("cache fetch missed", extra={"reason": miss.reason, "detail": str(miss)})
                 first = first or miss
                 continue
-            return self._report(bundle, reports, first if bundle.tokens < hit.tokens else None)
+            return self._report(bundle, parts, reports, first if bundle.tokens < hit.tokens else None)
         assert first is not None
         return FetchReport(miss_reason=first.reason, detail=str(first))
 
-    def _report(self, bundle: CacheHit, reports: Sequence[ReadReport], missed: _Miss | None) -> FetchReport:
-        blocks = [self._landed[i] for i in range(bundle.snapshot.first_block)]
+    def _report(
+        self, bundle: CacheHit, parts: Sequence[Part], reports: Sequence[ReadReport], missed: _Miss | None
+    ) -> FetchReport:
+        end = bundle.snapshot.first_block
+        blocks = [self._landed[i] for i in range(end)]
         counts: dict[tuple[NodeKey, bool], list[Member]] = {}
         for block in blocks:
             key = ((block.node.instance_id, block.node.epoch), block.on_disk)
             counts.setdefault(key, []).append(block.node)
+        drafts: dict[int, DraftRead] = {d.block: d for part in parts for d in part.landed_drafts()}
+        first = run_of_drafts(set(drafts), end)
         return FetchReport(
             tokens=bundle.tokens,
             miss_reason=missed.reason if missed else None,
             detail=str(missed or ""),
-            bytes=sum(r.bytes for r in reports),
-            transport="+".join(sorted({r.transport for r in reports})),
+            bytes=sum(part.nbytes for part in parts) + sum(draft.nbytes for draft in drafts.values()),
+            transport="+".join(sorted({p.handle.transport for p in parts if p.handle and p.handle.transport})),
             note=next((r.note for r in reports if r.note is not None), None),
-            pull_seconds=max(r.pull_seconds for r in reports),
+            pull_seconds=max((r.pull_seconds for r in reports), default=0.0),
             verify_seconds=sum(r.verify_seconds for r in reports),
             xxh3=tuple(block.xxh3 for block in blocks),
             places=tuple(
                 Place(node=nodes[0], blocks=len(nodes), on_disk=on_disk) for (_, on_disk), nodes in counts.items()
             ),
+            draft_first=bundle.tokens // end * first,
+            draft_xxh3=tuple(drafts[i].xxh3 for i in range(first, end)),
+            draft_refused=sum(len(part.drafts) for part in parts) - (end - first),
         )
 
-    async def _attempt(self, bundle: CacheHit, until_s: float) -> list[ReadReport]:
+    async def _attempt(self, bundle: CacheHit, until_s: float) -> tuple[list[Part], list[ReadReport]]:
         """Lease on every node, read, give the leases back. Raises: _Miss."""
         parts = self._parts(bundle)
         end = bundle.snapshot.first_block
         try:
             await self._lease(parts, self._to.hashes[end - 1], until_s)
-            plans = [(part, self._reads(part)) for part in parts]
+            plans = list(zip(parts, self._reads(parts, end), strict=True))
             reports = await self._read(plans, until_s)
             for part in parts:
                 if time.monotonic() > part.valid_until_s:
                     raise _Miss("tier_error", "a lease ended before the read did")
             for part in parts:
                 self._note_landed(part, part.blocks())
-            return reports
+            return parts, reports
         finally:
             if not self._to.landing.pending:  # else the leases end by themselves: their reads may still be under way
                 for part in parts:
                     if part.lease is not None:
                         self._calls.release(part.member, part.lease)
 
-    def _parts(self, bundle: CacheHit) -> list[_Part]:
+    def _parts(self, bundle: CacheHit) -> list[Part]:
         """What is missing of the bundle, by node. Raises: _Miss where a node is gone or known to fail, or the bundle
         does not describe whole chains."""
         end = bundle.snapshot.first_block
@@ -219,7 +211,7 @@ class Fetch:
             at = run.end_block
         if at != end or not 0 < end <= min(len(self._to.rows), len(self._to.hashes)):
             raise _Miss("stale_index", "the hit, its snapshot and the rows disagree on the depth")
-        parts: dict[NodeKey, _Part] = {}
+        parts: dict[NodeKey, Part] = {}
         for run in bundle.runs:
             missing = list(self._missing(run))
             if missing:
@@ -230,12 +222,12 @@ class Fetch:
                 raise _Miss("tier_error", f"{part.key[0]} has a part that does not agree with its checksum")
         return list(parts.values())
 
-    def _part(self, parts: dict[NodeKey, _Part], run: CacheRun) -> _Part:
+    def _part(self, parts: dict[NodeKey, Part], run: CacheRun) -> Part:
         key = (run.node_id, run.node_epoch)
         member = self._nodes.find(*key)
         if member is None or key in self._silent:
             raise _Miss("stale_index", f"{key[0]} epoch {key[1]} is not a member, or does not answer")
-        return parts.setdefault(key, _Part(member=member, ranges=[]))
+        return parts.setdefault(key, Part(member=member, ranges=[]))
 
     def _missing(self, run: CacheRun) -> Iterator[tuple[int, int]]:
         """The run without what is in its place already."""
@@ -248,7 +240,7 @@ class Fetch:
             yield at, stop
             at = stop
 
-    async def _lease(self, parts: Sequence[_Part], snapshot: bytes, until_s: float) -> None:
+    async def _lease(self, parts: Sequence[Part], snapshot: bytes, until_s: float) -> None:
         """All parts at once. Raises: _Miss; then some of them may hold a lease."""
         if len(parts) == 1:
             await self._lease_part(parts[0], snapshot, until_s)
@@ -260,7 +252,7 @@ class Fetch:
             if isinstance(result, BaseException):
                 raise result
 
-    async def _lease_part(self, part: _Part, snapshot: bytes, until_s: float) -> None:
+    async def _lease_part(self, part: Part, snapshot: bytes, until_s: float) -> None:
         left_ms = int(1000 * (self._to.deadline_s - time.monotonic()))
         request = cache_pb2.LeaseRequest(
             root=self._to.root,
@@ -271,6 +263,7 @@ class Fetch:
             ],
             snapshot=snapshot if part.snapshot else b"",
             ttl_ms=min(LEASE_TTL_MS, max(1, left_ms) + LEASE_MARGIN_MS),
+            drafter=self._to.drafter,
         )
         asked_s = time.monotonic()  # a lease is counted from before it was granted
         try:
@@ -282,71 +275,64 @@ class Fetch:
             raise _Miss("stale_index" if error.code() in gone else "tier_error", error.details() or "") from None
         part.valid_until_s = asked_s + part.lease.ttl_ms / 1000
 
-    def _reads(self, part: _Part) -> list[Read]:
-        """Every leased span beside the part of our memory it belongs to. Raises: _Miss where they do not fit."""
-        assert part.lease is not None
-        blocks = part.blocks()
-        places = [self._to.rows[i] for i in blocks] + [self._to.state] * bool(part.snapshot)
+    def _reads(self, parts: Sequence[Part], end: int) -> list[list[Read]]:
+        """What each part brings. Raises: _Miss where a lease does not fit what was asked for."""
         try:
-            records = unpack(part.lease.spans)
-        except ValueError as error:
-            raise _Miss("tier_error", f"an unreadable lease: {error}") from None
-        if int(np.count_nonzero(records["last"])) != len(places):
-            raise _Miss("tier_error", "the lease covers other entries than were asked for")
-        reads: list[Read] = []
-        number, done = 0, 0
-        for pool, tier, last, offset, length, xxh3 in records.tolist():
-            place = places[number]
-            span = Span(pool=pool, offset=offset, length=length, xxh3=xxh3)
-            reads.append(Read(span, (Slice(place.pool, place.offset + done, length),)))
-            part.entry_of.append(number)
-            if number < len(blocks):
-                part.sums[blocks[number]] = xxh3 if last and not done else None
-                if tier == DISK:
-                    part.on_disk.add(blocks[number])
-            done += length
-            if done > place.length or (last and done != place.length):
-                raise _Miss("fingerprint", f"an entry has {done} bytes where {place.length} belong")
-            if last:
-                number, done = number + 1, 0
+            reads = [part.reads(self._to.rows, self._to.state) for part in parts]
+        except UnreadableLease as error:
+            raise _Miss("tier_error", str(error)) from None
+        except OtherForm as error:
+            raise _Miss("fingerprint", str(error)) from None
+        if self._to.drafter:
+            for part in parts:
+                part.read_offer(self._to.drafts)
+            first = run_of_drafts({block for part in parts for block in part.offered}, end)
+            for part, each in zip(parts, reads, strict=True):
+                each += part.draft_reads(first, self._to.drafts)
         return reads
 
-    async def _read(self, plans: Sequence[tuple[_Part, list[Read]]], until_s: float) -> list[ReadReport]:
-        """Pull from every node at once, renewing the leases; the first failure stops the others. Raises: _Miss."""
+    async def _read(self, plans: Sequence[tuple[Part, list[Read]]], until_s: float) -> list[ReadReport]:
+        """Pull from every node at once, renewing the leases; the first failure that costs more than drafter rows
+        stops the others. Raises: _Miss."""
+        handles: list[ReadHandle] = []
         for part, reads in plans:
             peer = Peer.FromString(part.member.peer)
             part.handle = self._to.landing.add(self._transports.read(peer, reads, until_s))
-        handles = [part.handle for part, _ in plans if part.handle is not None]
-        period_s = min(part.lease.ttl_ms for part, _ in plans if part.lease is not None) / 3000
+            handles.append(part.handle)
+        parts = [part for part, _ in plans]
+        period_s = min(part.lease.ttl_ms for part in parts if part.lease is not None) / 3000
         try:
             waiting = {handle.settled for handle in handles}
             while waiting:
-                done, waiting = await asyncio.wait(waiting, timeout=period_s, return_when=asyncio.FIRST_EXCEPTION)
-                if any(each.exception() is not None for each in done):
+                _, waiting = await asyncio.wait(waiting, timeout=period_s, return_when=asyncio.FIRST_EXCEPTION)
+                if any(_failed(handle) and not part.whole for part, handle in zip(parts, handles, strict=True)):
                     break
                 if waiting:
-                    await asyncio.gather(*(self._renew(part, period_s) for part, _ in plans))
-            return [handle.settled.result() for handle in handles if handle.settled.done()]
+                    await asyncio.gather(*(self._renew(part, period_s) for part in parts))
         except asyncio.CancelledError:
             for handle in handles:
                 handle.abort()
             raise
-        except ServeError as error:
+        error = next((found for handle in handles if (found := _failed(handle)) is not None), None)
+        if error is not None:
             for handle in handles:
                 handle.abort()
             with contextlib.suppress(TimeoutError):  # most reads end at once, and then nothing needs quarantine
                 async with asyncio.timeout(ABORT_WAIT_S):
                     await self._to.landing.ended()
-            await self._salvage([part for part, _ in plans])
-            raise _Miss("stale_index" if isinstance(error, StaleEpoch) else "tier_error", str(error)) from None
+            if not all(part.whole for part in parts):
+                self._salvage(parts)
+                raise _Miss("stale_index" if isinstance(error, StaleEpoch) else "tier_error", str(error))
+            logger.info("drafter rows did not come", extra={"reason": str(error)})
+        return [handle.settled.result() for handle in handles if _failed(handle) is None]
 
-    async def _renew(self, part: _Part, timeout_s: float) -> None:
+    async def _renew(self, part: Part, timeout_s: float) -> None:
         asked_s = time.monotonic()
         assert part.lease is not None
         if await self._calls.renew(part.member, part.lease, timeout_s):
             part.valid_until_s = asked_s + part.lease.ttl_ms / 1000
 
-    async def _salvage(self, parts: Sequence[_Part]) -> None:
+    def _salvage(self, parts: Sequence[Part]) -> None:
         """After a failed read that has ended: keep what landed and agrees, note what did not and who is silent."""
         for part in parts:
             if part.handle is None or not part.handle.ended.done():
@@ -356,17 +342,21 @@ class Fetch:
             whole = part.entry_of[verified] if verified < len(part.entry_of) else len(entries)
             if time.monotonic() <= part.valid_until_s:
                 self._note_landed(part, [i for i in entries[:whole] if i >= 0])
-            try:
-                await part.handle
-            except ChecksumMismatch:
-                self._bad.add((part.key, entries[whole]))
-            except ServeError:
-                if not part.handle.aborted:
-                    self._silent.add(part.key)
+            error = _failed(part.handle)
+            if isinstance(error, ChecksumMismatch):
+                if whole < len(entries):  # else only drafter rows
+                    self._bad.add((part.key, entries[whole]))
+            elif error is not None and not part.handle.aborted:
+                self._silent.add(part.key)
 
-    def _note_landed(self, part: _Part, blocks: Sequence[int]) -> None:
+    def _note_landed(self, part: Part, blocks: Sequence[int]) -> None:
         for i in blocks:
             self._landed[i] = _Landed(part.sums[i], part.member, i in part.on_disk)
+
+
+def _failed(handle: ReadHandle) -> BaseException | None:
+    """Why a read did not succeed; None where it did, or is still going on."""
+    return handle.settled.exception() if handle.settled.done() else None
 
 
 def _nodes(bundle: CacheHit) -> set[NodeKey]:

@@ -23,11 +23,12 @@ from cachestore.lines import LineServer
 from cachestore.node.core import NodeCore
 from cachestore.node.edge import CacheNodeEdge
 from cachestore.node.index_writer import Identity
-from cachestore.node.intake import ARENA_POOL, Intake
+from cachestore.node.intake import Intake
 from cachestore.node.metrics import NodeMetrics
 from cachestore.node.replication import Replication
 from cachestore.node.tiers import DiskTier
 from cachestore.settings import CacheSettings
+from cachestore.spans import ARENA_POOL
 from cachestore.transports import TransportSet
 from cachestore.transports.warm import keep_warm
 from moonrelay.errors import ServeError, SettingsError

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
+from types import MappingProxyType
 from typing import Literal, Protocol
 
 from redis.asyncio import Redis
@@ -26,10 +27,17 @@ Outcome = Literal["stored", "already_there", "refused", "in_progress", "failed",
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Restored:
-    """What the cache gave. `xxh3`: each restored block's checksum, verified; None where it came in pieces."""
+    """What the cache gave. `xxh3`: each restored block's checksum, verified; None where it came in pieces.
+
+    From token `draft_first` on the blocks have the drafter's rows too, with checksums `draft_xxh3`; `draft_refused`
+    blocks more were to have them, and these did not come or did not agree.
+    """
 
     usage: common_pb2.CacheUsage
     xxh3: tuple[int | None, ...] = ()
+    draft_first: int = 0
+    draft_xxh3: tuple[int | None, ...] = ()
+    draft_refused: int = 0
 
 
 class Observer(Protocol):
@@ -105,20 +113,28 @@ class WorkerCache:
         rows: Sequence[Extent],
         state: Extent,
         landing: Landing,
+        *,
+        drafter: str = "",
+        drafts: Sequence[Extent] = (),
     ) -> Restored:
-        """Bring the hit, or where that fails an alternative of it, into `rows` and `state`: whole, or nothing.
+        """Bring the hit, or where that fails an alternative of it, into `rows` and `state`: whole, or nothing. With a
+        `drafter` also its rows into `drafts`, one extent per block, as far as there are any.
 
         `usage.lost` says what is missing of the hit, and why. The memory is the caller's again once `landing` is not
         pending, also where this is cancelled.
         """
-        nbytes = sum(length for _, _, length in (*rows, state))
+        nbytes = sum(length for _, _, length in (*rows, state, *drafts))
         deadline_s = time.monotonic() + self._transfer_ms(nbytes) / 1000
         report = await self._client.fetch(
-            hit, root, hashes, [Slice(*extent) for extent in rows], Slice(*state), deadline_s, landing
-        )
+            hit, root, hashes, [Slice(*extent) for extent in rows], Slice(*state), deadline_s, landing,
+            drafter=drafter, draft_into=[Slice(*extent) for extent in drafts],
+        )  # fmt: skip
         if report.tokens:
             self._observer.fetched(report.transport, report.bytes)
-        return Restored(usage=self._usage(hit, report), xxh3=report.xxh3)
+        return Restored(
+            usage=self._usage(hit, report), xxh3=report.xxh3, draft_first=report.draft_first,
+            draft_xxh3=report.draft_xxh3, draft_refused=report.draft_refused,
+        )  # fmt: skip
 
     def _usage(self, hit: worker_pb2.CacheHit, report: FetchReport) -> common_pb2.CacheUsage:
         """Cached tokens by tier, and the hit's lost ones with their reason."""
@@ -146,8 +162,12 @@ class WorkerCache:
         hashes: Sequence[bytes],
         blocks: Sequence[tuple[int, common_pb2.Span]],
         snapshots: Sequence[tuple[int, Sequence[common_pb2.Span]]],
+        *,
+        drafter: str = "",
+        drafts: Mapping[int, common_pb2.Span] = MappingProxyType({}),
     ) -> None:
         """Offer blocks (by index) and snapshots (by depth in blocks) to one node; ends when it has answered.
+        `drafts`: the rows that `drafter` left for some of these blocks, by index.
 
         What a node refuses, or cannot take in time, is counted and forgotten.
         """
@@ -163,6 +183,8 @@ class WorkerCache:
                 depth=i,
                 spans=[span],
                 parent=hashes[i - 1] if i else None,
+                drafter=drafter if i in drafts else "",
+                draft_spans=[drafts[i]] if i in drafts else [],
             )
             for i, span in blocks
         ]
@@ -170,7 +192,7 @@ class WorkerCache:
             Offer(kind="snapshot", prefix_hash=hashes[depth - 1], depth=depth, spans=spans)
             for depth, spans in snapshots
         ]
-        nbytes = sum(span.length for offer in offers for span in offer.spans)
+        nbytes = sum(span.length for offer in offers for span in (*offer.spans, *offer.draft_spans))
         # The node pulls as long as a read may take, and has its index to write.
         deadline_s = time.monotonic() + 2 * self._transfer_ms(nbytes) / 1000
         try:

@@ -11,7 +11,7 @@ the whole chain. Blocks that no snapshot stands on are of use to nobody and go b
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Set
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 
@@ -103,6 +103,12 @@ class Retention:
             self._tell_above(kept)
         self._stand(kept)
 
+    def resize(self, key: Key, nbytes: int) -> None:
+        """The entry, a block, takes so many bytes from now on."""
+        kept = self._kept[key]
+        kept.nbytes = nbytes
+        self._runs.resize_block(key, nbytes)
+
     def drop(self, key: Key) -> None:
         """It is not here any more, or did not come. At any time, whatever rests on it."""
         self._stand(self._take(key))
@@ -181,9 +187,14 @@ class Retention:
             self.unpin(key)
         return found
 
-    def check(self, *, here: Set[Key], shown: Set[Key], pins: Counter[Key]) -> None:
-        """These entries are held, these of them may be shown, and so often each is pinned. Raises: InvariantError."""
-        if self._kept.keys() != here or {key for key, kept in self._kept.items() if kept.shown} != shown:
+    def check(self, *, here: Mapping[Key, int], shown: Set[Key], pins: Counter[Key]) -> None:
+        """These entries are held, with their bytes, these of them may be shown, and so often each is pinned.
+
+        Raises: InvariantError.
+        """
+        if {key: kept.nbytes for key, kept in self._kept.items()} != here:
+            raise InvariantError("retention and the node disagree about what is here, or about its bytes")
+        if {key for key, kept in self._kept.items() if kept.shown} != shown:
             raise InvariantError("retention and the node disagree about what is here")
         if self._children != Counter(k.offer.parent for k in self._kept.values() if k.offer.parent is not None):
             raise InvariantError("children miscounted")

@@ -94,6 +94,11 @@ class Runs:
         if not run.blocks:
             self._unhang(run, block.parent)
 
+    def resize_block(self, key: Key, nbytes: int) -> None:
+        block = self._blocks[key]
+        block.run.nbytes += nbytes - block.nbytes
+        block.nbytes = nbytes
+
     def add_snapshot(self, key: Key, block: Key) -> None:
         """After `block`."""
         if block in self._blocks:

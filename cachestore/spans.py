@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from moonrelay.stubs.v1 import common_pb2
 
+ARENA_POOL: Final = 0  # a node's memory, as readers name it
 HOST, DISK = int(common_pb2.TIER_HOST), int(common_pb2.TIER_DISK)
 RECORD: Final = np.dtype(
     [("pool", "<u4"), ("tier", "<u2"), ("last", "<u2"), ("offset", "<u8"), ("length", "<u8"), ("xxh3", "<u8")]

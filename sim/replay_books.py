@@ -60,7 +60,7 @@ class Books:
 
     def check(self) -> None:
         """Raises: InvariantError."""
-        self._retention.check(here=self._held.keys(), shown=self._held.keys(), pins=Counter())
+        self._retention.check(here=self._held, shown=self._held.keys(), pins=Counter())
 
     def _store(self, offers: list[Offer]) -> None:
         new = [offer for offer in offers if offer.key not in self._held]

@@ -22,9 +22,42 @@ class Region:
     xxh3: int
 
 
+@dataclass(frozen=True, slots=True)
+class DraftForm:
+    """Drafter rows as a file has them: length and xxh3 of each part."""
+
+    drafter: str
+    sums: tuple[tuple[int, int], ...]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(length for length, _ in self.sums)
+
+
+@dataclass(frozen=True, slots=True)
+class DraftRows:
+    """A drafter's rows of a block, in memory. Without regions they are being brought from disk."""
+
+    drafter: str
+    extents: tuple[Extent, ...]
+    regions: tuple[Region, ...] = ()
+    packed: bytes = b""  # the regions as a lease's reply names them
+
+    @property
+    def nbytes(self) -> int:
+        return sum(r.length for r in self.regions)
+
+    @property
+    def form(self) -> DraftForm:
+        return DraftForm(self.drafter, tuple((r.length, r.xxh3) for r in self.regions))
+
+
 @dataclass(slots=True, eq=False)
 class Stored:
-    """An entry. `extents`, `regions`: in memory. `sums` (length and xxh3 of each part), `file_bytes`: on disk."""
+    """An entry. `extents`, `regions`: in memory. `sums` (length and xxh3 of each part), `file_bytes`: on disk.
+
+    `draft`, `filed_draft`: drafter rows in memory, and in the file; a block may have none, and is as good without.
+    """
 
     offer: Offer
     extents: tuple[Extent, ...] = ()
@@ -32,11 +65,23 @@ class Stored:
     regions: tuple[Region, ...] = ()
     sums: tuple[tuple[int, int], ...] = ()
     file_bytes: int = 0
+    draft: DraftRows | None = None
+    filed_draft: DraftForm | None = None
+
+    @property
+    def all_extents(self) -> tuple[Extent, ...]:
+        return self.extents if self.draft is None else (*self.extents, *self.draft.extents)
 
     @property
     def nbytes(self) -> int:
         """What it takes of the arena."""
-        return sum(e.length for e in self.extents)
+        return sum(e.length for e in self.all_extents)
+
+    @property
+    def file_is_old(self) -> bool:
+        """Memory has other drafter rows than the file."""
+        here, filed = self.draft, self.filed_draft
+        return (here and (here.drafter, here.nbytes)) != (filed and (filed.drafter, filed.nbytes))
 
     def check(self) -> None:
         """It is where its state says. Raises: InvariantError."""
@@ -48,6 +93,15 @@ class Stored:
             readable = self.state in IN_MEMORY
         if not right or sum(r.length for r in self.regions) != (self.offer.nbytes if readable else 0):
             raise InvariantError(f"{self.offer.key.kind}: {self.state.name} with {self.extents}, {self.file_bytes}")
+        if self.draft is not None and (
+            not in_memory
+            or self.offer.key.kind != BLOCK
+            or (readable and not self.draft.regions)
+            or sum(e.length for e in self.draft.extents) < self.draft.nbytes
+        ):
+            raise InvariantError(f"{self.offer.key.kind}: {self.state.name} with drafter rows that it cannot have")
+        if (self.filed_draft is not None and not on_disk) or (self.state is State.BOTH and self.file_is_old):
+            raise InvariantError("the file and its entry disagree about drafter rows")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,7 +188,7 @@ class DiskBooks:
             self.deleting_bytes += entry.file_bytes
             self.to_delete.append((entry.offer.key, entry.file_bytes))
             self.evicted += 1
-        entry.file_bytes, entry.sums = 0, ()
+        entry.file_bytes, entry.sums, entry.filed_draft = 0, (), None
 
     def stats(self) -> DiskStats:
         return DiskStats(
@@ -160,7 +214,7 @@ class DiskBooks:
         if self._count != {kind: sum(key.kind == kind for key in with_file) for kind in self._count}:
             raise InvariantError("files miscounted")
         self.retention.check(
-            here={key for key, entry in with_file.items() if entry.state is not State.LEAVING},
+            here={key: entry.file_bytes for key, entry in with_file.items() if entry.state is not State.LEAVING},
             shown={key for key, entry in with_file.items() if entry.state in (State.BOTH, *ON_DISK)},
             pins=Counter(key for key, entry in with_file.items() if entry.state is State.PROMOTING),
         )

@@ -11,14 +11,13 @@ from collections.abc import Iterable, Sequence
 
 from cachestore.entries import Key, Offer
 from cachestore.node.allocator import Extent
-from cachestore.node.books import Admission, Region, Stored
+from cachestore.node.books import Admission, DraftForm, DraftRows, Region, Stored
+from cachestore.node.drafts import DraftLedger
 from cachestore.node.leases import Lease
-from cachestore.node.ledger import Ledger
 from cachestore.node.states import IN_MEMORY, ON_DISK, VISIBLE, Event, State, after
-from moonrelay.errors import InvariantError
 
 
-class NodeCore(Ledger):
+class NodeCore(DraftLedger):
     """Publishing, eviction, files and leases."""
 
     # Publishing.
@@ -117,7 +116,7 @@ class NodeCore(Ledger):
         for key in keys:
             entry = self._entries.pop(self._left(key).offer.key)
             self._evicted[key.kind] += 1
-            self._pages.free(entry.extents)
+            self._pages.free(entry.all_extents)
             if entry.file_bytes:
                 self._disk.give(entry, kept=False, exists=True)
 
@@ -197,6 +196,7 @@ class NodeCore(Ledger):
             return False
         entry.state = after(entry.state, Event.WRITE)
         self._disk.take(entry, file_bytes)
+        entry.filed_draft = entry.draft.form if entry.draft is not None else None
         self._disk.waiting.pop(key, None)
         self._disk.num_writing += 1
         self.hold([key])
@@ -209,6 +209,7 @@ class NodeCore(Ledger):
         self._disk.retention.show(key)
         self._disk.num_writing -= 1
         self.let_go([key])
+        self._file_anew(entry)
 
     def unwritten(self, key: Key, *, again: bool, used: bool = False) -> None:
         """There is no file. `again`: try once more, after what is waiting."""
@@ -228,11 +229,13 @@ class NodeCore(Ledger):
     def deleted(self, file_bytes: int) -> None:
         self._disk.deleting_bytes -= file_bytes
 
-    def found(self, offer: Offer, sums: Sequence[tuple[int, int]], file_bytes: int) -> bool:
+    def found(
+        self, offer: Offer, sums: Sequence[tuple[int, int]], file_bytes: int, draft: DraftForm | None = None
+    ) -> bool:
         """A file from an earlier life; False where its entry is here already or the disk's room is used up."""
         if offer.key in self._entries or file_bytes > self._disk.free_bytes:
             return False
-        entry = self._entries[offer.key] = Stored(offer, state=State.DISK, sums=tuple(sums))
+        entry = self._entries[offer.key] = Stored(offer, state=State.DISK, sums=tuple(sums), filed_draft=draft)
         self._rest(offer, 1)
         self._disk.take(entry, file_bytes)
         self._disk.retention.show(offer.key)
@@ -248,7 +251,9 @@ class NodeCore(Ledger):
 
     def promotion_bytes(self, keys: Iterable[Key]) -> int:
         """How much more must be free for all of them to be promoted."""
-        return self._missing(self._entries[key].offer.nbytes for key in keys)
+        entries = [self._entries[key] for key in keys]
+        drafts = [entry.filed_draft.nbytes for entry in entries if entry.filed_draft is not None]
+        return self._missing([*(entry.offer.nbytes for entry in entries), *drafts])
 
     def begin_promote(self, keys: Sequence[Key]) -> bool:
         """Memory for all of `keys`, which are on disk only, or for none: False."""
@@ -256,28 +261,31 @@ class NodeCore(Ledger):
             return False
         for key in keys:
             entry = self._in_state(key, State.DISK)
-            extents = self._pages.allocate(entry.offer.nbytes)
-            if extents is None:
-                raise InvariantError("free pages that cannot be had")
-            entry.state, entry.extents = after(entry.state, Event.PROMOTE), extents
+            entry.state, entry.extents = after(entry.state, Event.PROMOTE), self._allocate(entry.offer.nbytes)
+            if entry.filed_draft is not None:
+                entry.draft = DraftRows(entry.filed_draft.drafter, self._allocate(entry.filed_draft.nbytes))
             self._retention.add(entry.offer, entry.nbytes)
             self._disk.retention.pin(key)
         return True
 
-    def promoted(self, key: Key, regions: Sequence[Region]) -> None:
-        """Its bytes are in memory and verified."""
-        self._bring(self._in_state(key, State.PROMOTING), regions)
+    def promoted(self, key: Key, regions: Sequence[Region], draft: Sequence[Region] = ()) -> bool:
+        """Its bytes are in memory and verified, and so are the regions of its `draft` rows; False where the file has
+        rows and these did not come."""
+        entry = self._in_state(key, State.PROMOTING)
+        self._bring(entry, regions)
         self._disk.retention.unpin(key)
+        complete = self._bring_draft(entry, draft)
         self._on_disk[key.kind] -= 1
         self._disk.promoted += 1
         self._moved.add(key)
+        return complete
 
     def refuse(self, key: Key) -> None:
         """Its file must not be served: the entry is gone, its file to be deleted. The index is told afterwards; what
         it names meanwhile cannot be leased."""
         self._disk.retention.unpin(key)
         entry = self._drop(key, State.PROMOTING)
-        self._pages.free(entry.extents)
+        self._pages.free(entry.all_extents)
         self._visible[key.kind] -= 1
         self._on_disk[key.kind] -= 1
         self._disk.give(entry, kept=True, exists=True)
@@ -301,6 +309,7 @@ class NodeCore(Ledger):
             if not self._held[key]:
                 del self._held[key]
             self._retention.unpin(key)
+        self._free_retired()
 
     # Leases.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
 import grpc
@@ -16,11 +16,11 @@ from cachestore.node.books import Stored
 from cachestore.node.chains import Chains
 from cachestore.node.core import NodeCore
 from cachestore.node.index_writer import Identity
-from cachestore.node.intake import ARENA_POOL, ENTRIES_MAX, Intake
+from cachestore.node.intake import ENTRIES_MAX, Intake
 from cachestore.node.metrics import NodeMetrics
 from cachestore.node.replication import Replication
 from cachestore.node.tiers import DiskTier
-from cachestore.spans import mark_disk
+from cachestore.spans import ARENA_POOL, mark_disk
 from moonrelay.errors import InvalidRequest, InvariantError, Overloaded, ServeError, StaleEpoch
 from moonrelay.membership import Load, Membership
 from moonrelay.status import grpc_status
@@ -122,7 +122,10 @@ class CacheNodeEdge(cache_pb2_grpc.CacheNodeServicer):
         spans = b"".join(packed)
         if from_disk:
             spans = mark_disk(spans, from_disk)
-        return cache_pb2.LeaseReply(lease_id=lease.id, fence=lease.fence, ttl_ms=lease.ttl_ms, spans=spans)
+        drafts = _draft_spans(entries, request.drafter) if request.drafter else b""
+        return cache_pb2.LeaseReply(
+            lease_id=lease.id, fence=lease.fence, ttl_ms=lease.ttl_ms, spans=spans, draft_spans=drafts
+        )
 
     def _named(self, request: cache_pb2.LeaseRequest) -> tuple[list[Stored], list[bytes]]:
         """Every entry that a lease names, and each one's packed spans; none where it is on disk only.
@@ -171,6 +174,17 @@ class CacheNodeEdge(cache_pb2_grpc.CacheNodeServicer):
         except InvariantError as bug:
             self._on_bug(bug)
             raise
+
+
+def _draft_spans(entries: Sequence[Stored], drafter: str) -> bytes:
+    """The drafter's rows, from the deepest block upwards until one has none."""
+    packed: list[bytes] = []
+    for entry in reversed(entries):
+        if entry.offer.key.kind == BLOCK:
+            if entry.draft is None or entry.draft.drafter != drafter:
+                break
+            packed.append(entry.draft.packed)
+    return b"".join(packed)
 
 
 def _now_ms() -> int:

@@ -2,7 +2,7 @@
 
     offset 0   magic "MRENTRY\\n", version u32, header length u32, xxh3 of both numbers and the header; little endian
     offset 24  header: msgpack of `Header`
-    body       from the next multiple of 4 KiB on: the entry's regions, one after the other
+    body       from the next multiple of 4 KiB on: the entry's regions, then those of its drafter rows
 
 The header names root, kind and hash, as the file's name does: a file that was moved to another tenant's name is
 refused like an altered one. Nothing is believed before its checksum was compared.
@@ -40,7 +40,8 @@ class RefusedFile(ServeError):
 
 
 class Header(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="entry-file-1"):
-    """What a file holds. `regions`: length and xxh3 of each part of the body, in order."""
+    """What a file holds. `regions`, `draft`: length and xxh3 of each part of the body, in order; `draft` are the rows
+    that `drafter` left, if any."""
 
     root: bytes
     kind: Literal["block", "snapshot"]
@@ -48,10 +49,17 @@ class Header(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="en
     parent: bytes | None
     depth: int
     regions: tuple[tuple[int, int], ...]
+    drafter: str = ""
+    draft: tuple[tuple[int, int], ...] = ()
 
     @property
     def nbytes(self) -> int:
+        """Of the entry, without drafter rows."""
         return sum(length for length, _ in self.regions)
+
+    @property
+    def body_bytes(self) -> int:
+        return self.nbytes + sum(length for length, _ in self.draft)
 
 
 def encode_header(header: Header) -> bytes:
@@ -80,7 +88,10 @@ def decode_header(data: bytes) -> Header:
     except msgspec.MsgspecError as error:
         raise RefusedFile(f"its header cannot be read: {error}", reason="altered") from None
     hashes = (header.root, header.prefix_hash, header.parent or header.prefix_hash)
-    if any(len(h) != HASH_BYTES for h in hashes) or not header.regions or min(header.regions)[0] <= 0:
+    parts = (*header.regions, *header.draft)
+    if any(len(h) != HASH_BYTES for h in hashes) or not header.regions or min(parts)[0] <= 0:
+        raise RefusedFile("its header makes no sense", reason="altered")
+    if bool(header.draft) != bool(header.drafter) or (header.draft and header.kind != "block"):
         raise RefusedFile("its header makes no sense", reason="altered")
     return header
 
@@ -91,4 +102,4 @@ def body_offset(header: Header) -> int:
 
 def file_bytes(header: Header) -> int:
     """What the entry takes of the disk, in whole pages."""
-    return -(-(body_offset(header) + header.nbytes) // PAGE_BYTES) * PAGE_BYTES
+    return -(-(body_offset(header) + header.body_bytes) // PAGE_BYTES) * PAGE_BYTES

@@ -67,9 +67,13 @@ class DiskFault(ServeError):
 
 
 class BytesChanged(ServeError):
-    """The memory to be written does not have the checksum it was stored with."""
+    """The memory to be written does not have the checksum it was stored with. `of_draft`: only its drafter rows."""
 
     code = "transfer_failed"
+
+    def __init__(self, message: str, *, of_draft: bool = False) -> None:
+        super().__init__(message)
+        self.of_draft = of_draft
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,7 +113,7 @@ class EntryFiles:
         return self.directory / root.hex() / f"{prefix_hash.hex()}.{kind}"
 
     def write(self, header: Header, body: Sequence[memoryview]) -> int:
-        """Make an entry's file; its bytes on disk. `body`: the regions' bytes, in whatever pieces.
+        """Make an entry's file; its bytes on disk. `body`: the bytes of regions and drafter rows, in whatever pieces.
 
         Raises: BytesChanged, DiskFull, DiskFault; then there is no file.
         """
@@ -135,8 +139,11 @@ class EntryFiles:
             raise DiskFault(f"writing {path}: {error.strerror}") from None
         return file_bytes(header)
 
-    def read(self, header: Header, into: Sequence[Sequence[memoryview]]) -> None:
-        """Bring the body of the entry that `header` describes into `into`: for each region, the pieces it goes to.
+    def read(
+        self, header: Header, into: Sequence[Sequence[memoryview]], draft: Sequence[Sequence[memoryview]] = ()
+    ) -> bool:
+        """Bring the body of the entry that `header` describes into `into`: for each region, the pieces it goes to;
+        and its drafter rows into `draft`. Whether those agree with their checksums too.
 
         The file's own header must be the same. Raises: RefusedFile; `into` then holds anything.
         """
@@ -144,13 +151,10 @@ class EntryFiles:
         with _opened(path) as fd:
             if _header_of(fd) != header:
                 raise RefusedFile(f"{path}: holds another entry than was written", reason="altered")
-            _read_all(fd, [piece for pieces in into for piece in pieces], body_offset(header), str(path))
-        for (_, expected), pieces in zip(header.regions, into, strict=True):
-            running = xxhash.xxh3_64()
-            for piece in pieces:
-                running.update(piece)
-            if running.intdigest() != expected:
-                raise RefusedFile(f"{path}: its bytes differ from their checksum", reason="altered")
+            _read_all(fd, [piece for pieces in (*into, *draft) for piece in pieces], body_offset(header), str(path))
+        if not _agree(header.regions, into):
+            raise RefusedFile(f"{path}: its bytes differ from their checksum", reason="altered")
+        return _agree(header.draft, draft)
 
     def remove(self, root: bytes, kind: str, prefix_hash: bytes) -> None:
         """Delete an entry's file, if there is one. Raises: DiskFault."""
@@ -271,8 +275,9 @@ def _found(path: Path) -> Found:
         length = os.fstat(fd).st_size
     if (path.parent.name, path.name) != (header.root.hex(), f"{header.prefix_hash.hex()}.{header.kind}"):
         raise RefusedFile(f"{path}: its header names another entry", reason="altered")
-    if length != body_offset(header) + header.nbytes:
-        raise RefusedFile(f"{path}: {length} bytes, {body_offset(header) + header.nbytes} expected", reason="torn")
+    expected = body_offset(header) + header.body_bytes
+    if length != expected:
+        raise RefusedFile(f"{path}: {length} bytes, {expected} expected", reason="torn")
     return Found(header=header, file_bytes=file_bytes(header))
 
 
@@ -319,11 +324,22 @@ def _after(pieces: list[memoryview], count: int) -> list[memoryview]:
     return []
 
 
+def _agree(sums: Sequence[tuple[int, int]], parts: Sequence[Sequence[memoryview]]) -> bool:
+    """Whether each part's pieces have its checksum."""
+    for (_, expected), pieces in zip(sums, parts, strict=True):
+        running = xxhash.xxh3_64()
+        for piece in pieces:
+            running.update(piece)
+        if running.intdigest() != expected:
+            return False
+    return True
+
+
 def _compare(header: Header, body: Sequence[memoryview]) -> None:
     """The bytes that were written are those that were stored. Raises: BytesChanged."""
     pieces = iter(body)
     left = next(pieces, memoryview(b""))
-    for length, expected in header.regions:
+    for number, (length, expected) in enumerate((*header.regions, *header.draft)):
         running = xxhash.xxh3_64()
         while length:
             if not len(left):
@@ -334,7 +350,10 @@ def _compare(header: Header, body: Sequence[memoryview]) -> None:
             running.update(taken)
             left, length = left[len(taken) :], length - len(taken)
         if running.intdigest() != expected:
-            raise BytesChanged("an entry's bytes in memory differ from the checksum they were stored with")
+            raise BytesChanged(
+                "an entry's bytes in memory differ from the checksum they were stored with",
+                of_draft=number >= len(header.regions),
+            )
 
 
 def _is_hash(word: str) -> bool:

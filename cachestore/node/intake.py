@@ -7,25 +7,26 @@ import logging
 import time
 from collections.abc import Sequence
 
-from cachestore.checksum import checksum
-from cachestore.entries import BLOCK, SNAPSHOT, Key, Offer
+from cachestore.entries import BLOCK, SNAPSHOT, DraftOffer, Key, Offer
 from cachestore.index import CacheIndex
 from cachestore.lookup import Kind
-from cachestore.node.books import Admission, Region
+from cachestore.node.books import Admission
 from cachestore.node.core import NodeCore
+from cachestore.node.drafts import DraftAdmission
 from cachestore.node.index_writer import Identity, IndexWriter
+from cachestore.node.landing import Lander, Wanted
 from cachestore.node.metrics import NodeMetrics
 from cachestore.node.room import Room
-from cachestore.transports import Read, ReadHandle, Slice, TransportSet
-from moonrelay.errors import DeadlineExceeded, InvalidRequest, Overloaded, Unavailable
+from cachestore.transports import TransportSet
+from moonrelay.errors import DeadlineExceeded, InvalidRequest, Overloaded, ServeError, Unavailable
 from moonrelay.prefix import HASH_BYTES
 from moonrelay.stubs.v1 import cache_pb2, common_pb2
 from moonrelay.valkey import FAILURES
 
 logger = logging.getLogger(__name__)
 
-ARENA_POOL = 0
 ENTRIES_MAX = 65_536  # of one publish or lease
+DRAFTER_CHARS_MAX = 128
 PULLS_MAX = 4  # publishes pulling at once
 PULLS_WAITING_MAX = 64
 _KIND: dict[int, Kind] = {cache_pb2.ENTRY_KIND_BLOCK: "block", cache_pb2.ENTRY_KIND_SNAPSHOT: "snapshot"}
@@ -38,7 +39,8 @@ class Intake:
         self, core: NodeCore, transports: TransportSet, index: CacheIndex, identity: Identity, metrics: NodeMetrics,
         *, pull_timeout_ms: int,
     ) -> None:  # fmt: skip
-        self._core, self._transports, self._metrics = core, transports, metrics
+        self._core, self._metrics = core, metrics
+        self._lander = Lander(core, transports, metrics)
         self.index = IndexWriter(core, index, identity, metrics)
         self.room = Room(core, self.index)
         self._pull_timeout_s = pull_timeout_ms / 1000
@@ -46,7 +48,10 @@ class Intake:
         self._num_waiting = 0
 
     async def publish(self, request: cache_pb2.PublishRequest, remaining_s: float | None) -> cache_pb2.PublishReply:
-        """Admit, pull and verify, commit, index: in that order. Raises: ServeError; then nothing new is visible."""
+        """Admit, pull and verify, commit, then the same for drafter rows, index: in that order.
+
+        Raises: ServeError; then nothing new is visible.
+        """
         deadline_s = time.monotonic() + min(remaining_s or self._pull_timeout_s, self._pull_timeout_s)
         offers = read_offers(request)
         if self._num_waiting >= PULLS_WAITING_MAX:
@@ -63,9 +68,12 @@ class Intake:
             protect = [key for offer in offers for key in (offer.key, offer.parent) if key is not None]
             await self.room.make(lambda: self._core.missing_bytes(offers), protect)
             admission = self._core.admit(offers)
+            entries = {offer.key: entry for offer, entry in zip(offers, request.entries, strict=True)}
             if admission.new:
-                entries = {offer.key: entry for offer, entry in zip(offers, request.entries, strict=True)}
                 await self._pull(request.source, [(key, entries[key]) for key in admission.new], deadline_s)
+            # Half of what is left, so that the entries are named in time even if their drafter rows do not come.
+            draft_until_s = (time.monotonic() + deadline_s) / 2
+            drafts = await self._take_drafts(request.source, list(entries.items()), draft_until_s)
         finally:
             self._pulls.release()
         visible = [*admission.new, *admission.already_there]
@@ -74,9 +82,9 @@ class Intake:
             await self.index.write(visible)
         except FAILURES as error:
             raise Unavailable(f"the index cannot be written: {error}") from None
-        return self._reply(admission)
+        return self._reply(admission, drafts)
 
-    def _reply(self, admission: Admission) -> cache_pb2.PublishReply:
+    def _reply(self, admission: Admission, drafts: int) -> cache_pb2.PublishReply:
         counts = {
             "stored": len(admission.new),
             "already_there": len(admission.already_there),
@@ -85,54 +93,58 @@ class Intake:
         }
         for outcome, count in counts.items():
             self._metrics.published.labels(outcome).inc(count)
-        return cache_pb2.PublishReply(**counts)
+        return cache_pb2.PublishReply(**counts, drafts=drafts)
 
     async def _pull(
         self, source: common_pb2.Peer, new: Sequence[tuple[Key, cache_pb2.Entry]], deadline_s: float
     ) -> None:
         """Bring the bytes of admitted entries, verified, and commit them. All or none. Raises: ServeError."""
-        reads: list[Read] = []
-        handle: ReadHandle | None = None
-        committed = False
-        try:
-            for key, entry in new:
-                reads += _reads(entry, [Slice(ARENA_POOL, e.offset, e.length) for e in self._core.extents(key)])
-            handle = self._transports.read(source, reads, deadline_s)
-            with self._metrics.pull_seconds.time():
-                report = await handle
-            self._metrics.pulled_bytes[report.transport].inc(report.bytes)
-            at = 0
-            for key, entry in new:
-                count = len(entry.spans)
-                self._core.commit(key, self._regions(reads[at : at + count]))
-                at += count
-            committed = True
-        finally:
-            if not committed:
-                self._give_up([key for key, _ in new], handle)
 
-    def _give_up(self, keys: Sequence[Key], handle: ReadHandle | None) -> None:
-        """The memory of entries that did not come is free, or quarantined while our own read may still land."""
-        if handle is None or handle.ended.done():
+        def abort(keys: Sequence[Key]) -> None:
             for key in keys:
                 self._core.abort(key)
-            return
-        handle.abort()
-        number = self._core.quarantine(keys)
-        handle.ended.add_done_callback(lambda _: self._core.release_quarantine(number))
-        logger.warning("landing memory quarantined", extra={"entries": len(keys)})
 
-    def _regions(self, reads: Sequence[Read]) -> list[Region]:
-        """What is served of a verified entry: a span in one piece keeps its checksum, pieces get their own."""
-        regions = []
-        for read in reads:
-            for part in read.into:
-                whole = len(read.into) == 1
-                found = read.span.xxh3 if whole else checksum(
-                    self._transports.view(ARENA_POOL, part.offset, part.length)
+        wanted = [Wanted(key, entry.spans, self._core.extents(key)) for key, entry in new]
+        regions = await self._lander.bring(source, wanted, deadline_s, abort=abort, quarantine=self._core.quarantine)
+        for each, found in zip(wanted, regions, strict=True):
+            self._core.commit(each.key, found)
+
+    async def _take_drafts(
+        self, source: common_pb2.Peer, offered: Sequence[tuple[Key, cache_pb2.Entry]], deadline_s: float
+    ) -> int:
+        """Bring drafter rows for blocks that are here; how many came. Whatever goes wrong costs only them."""
+        entries = {key: entry for key, entry in offered if entry.drafter}
+        offers = [
+            DraftOffer(key=key, drafter=entry.drafter, nbytes=sum(span.length for span in entry.draft_spans))
+            for key, entry in entries.items()
+        ]
+        if not offers:
+            return 0
+        stored = failed = 0
+        admission = DraftAdmission()
+        try:
+            await self.room.make(lambda: self._core.missing_draft_bytes(offers), entries)
+            admission = self._core.admit_drafts(offers)
+            wanted = [Wanted(key, entries[key].draft_spans, self._core.draft_extents(key)) for key in admission.new]
+            if wanted:
+                regions = await self._lander.bring(
+                    source, wanted, deadline_s,
+                    abort=self._core.abort_drafts, quarantine=self._core.quarantine_drafts,
                 )  # fmt: skip
-                regions.append(Region(part.offset, part.length, found))
-        return regions
+                came = zip(wanted, regions, strict=True)
+                stored = sum(self._core.commit_draft(each.key, found) for each, found in came)
+        except ServeError as error:
+            failed = len(offers) - len(admission.already_there) - len(admission.refused)
+            logger.info("drafter rows not taken", extra={"reason": str(error), "blocks": failed})
+        counts = {
+            "stored": stored,
+            "already_there": len(admission.already_there),
+            "refused": len(admission.refused),
+            "failed": failed,
+        }
+        for outcome, count in counts.items():
+            self._metrics.published_drafts.labels(outcome).inc(count)
+        return stored
 
 
 def read_offers(request: cache_pb2.PublishRequest) -> list[Offer]:
@@ -151,6 +163,10 @@ def read_offers(request: cache_pb2.PublishRequest) -> list[Offer]:
         nbytes = sum(span.length for span in entry.spans)
         if not nbytes or any(span.length == 0 for span in entry.spans):
             raise InvalidRequest("an entry's spans are not empty", param="entries.spans")
+        if bool(entry.drafter) != bool(entry.draft_spans) or len(entry.drafter) > DRAFTER_CHARS_MAX:
+            raise InvalidRequest("drafter rows have a drafter, with a name of 1 to 128 characters", param="drafter")
+        if entry.drafter and (kind != BLOCK or any(span.length == 0 for span in entry.draft_spans)):
+            raise InvalidRequest("drafter rows are of blocks, and not empty", param="entries.draft_spans")
         key = Key(request.root, kind, entry.prefix_hash)
         rests_on = entry.prefix_hash if kind == SNAPSHOT else entry.parent if entry.HasField("parent") else None
         if (kind == BLOCK and (entry.depth > 0) != entry.HasField("parent")) or (
@@ -164,19 +180,3 @@ def read_offers(request: cache_pb2.PublishRequest) -> list[Offer]:
         parent = Key(request.root, BLOCK, rests_on) if rests_on is not None else None
         offers[key] = Offer(key=key, parent=parent, depth=entry.depth, nbytes=nbytes)
     return list(offers.values())
-
-
-def _reads(entry: cache_pb2.Entry, room: list[Slice]) -> list[Read]:
-    """One read per span, into the entry's room in order."""
-    reads = []
-    for span in entry.spans:
-        into, left = [], span.length
-        while left:
-            part = room.pop(0)
-            taken = min(left, part.length)
-            into.append(Slice(part.pool, part.offset, taken))
-            if taken < part.length:
-                room.insert(0, Slice(part.pool, part.offset + taken, part.length - taken))
-            left -= taken
-        reads.append(Read(span, tuple(into)))
-    return reads

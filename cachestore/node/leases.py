@@ -77,6 +77,11 @@ class Leases:
             keys += heappop(self._quiet)[2]
         return keys
 
+    def oldest_fence(self) -> int | None:
+        """Of the leases in force and of last transfers; None where there are none."""
+        fences = [lease.fence for lease in self._leases.values()] + [fence for _, fence, _ in self._quiet]
+        return min(fences, default=None)
+
     def covered(self) -> Counter[Key]:
         """How many leases, or last transfers, cover each key."""
         groups = [lease.keys for lease in self._leases.values()] + [keys for _, _, keys in self._quiet]

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from cachestore.entries import BLOCK, SNAPSHOT, Key, Offer
+from cachestore.entries import BLOCK, SNAPSHOT, DraftOffer, Key, Offer
 from cachestore.node.allocator import Extent, PageAllocator
-from cachestore.node.books import DiskBooks, NodeStats, Region, Stored
+from cachestore.node.books import DiskBooks, DraftRows, NodeStats, Region, Stored
 from cachestore.node.leases import Leases
 from cachestore.node.states import IN_MEMORY, ON_DISK, VISIBLE, Event, State, after
 from cachestore.retention import Retention
@@ -25,6 +25,8 @@ class Ledger:
         self._leases = Leases(longest_transfer_ms)
         self._held: Counter[Key] = Counter()  # in memory, beside leases: being written, or wanted by a promotion
         self._quarantine: dict[int, tuple[Extent, ...]] = {}
+        self._drafts_landing: dict[Key, tuple[DraftOffer, tuple[Extent, ...]]] = {}
+        self._retired: list[tuple[int, Key, tuple[Extent, ...]]] = []  # rows that were replaced, and a fence
         self._visible = {BLOCK: 0, SNAPSHOT: 0}
         self._evicted = {BLOCK: 0, SNAPSHOT: 0}
         self._on_disk = {BLOCK: 0, SNAPSHOT: 0}  # only there
@@ -53,7 +55,7 @@ class Ledger:
         return NodeStats(
             capacity_bytes=self._pages.capacity_bytes,
             free_bytes=self._pages.free_bytes,
-            quarantined_bytes=sum(e.length for extents in self._quarantine.values() for e in extents),
+            quarantined_bytes=sum(e.length for extents in self._kept_back() for e in extents),
             num_blocks=self._visible[BLOCK],
             num_snapshots=self._visible[SNAPSHOT],
             num_hidden=len(self._entries) - sum(self._visible.values()),
@@ -69,8 +71,8 @@ class Ledger:
         """Raises: InvariantError."""
         entries = self._entries.items()
         self._pages.check(
-            [extent for _, entry in entries for extent in entry.extents]
-            + [extent for extents in self._quarantine.values() for extent in extents]
+            [extent for _, entry in entries for extent in entry.all_extents]
+            + [extent for extents in self._kept_back() for extent in extents]
         )
         for _, entry in entries:
             entry.check()
@@ -87,7 +89,7 @@ class Ledger:
         if any(only_there[kind] != count for kind, count in self._on_disk.items()):
             raise InvariantError("entries that are only on disk miscounted")
         self._retention.check(
-            here={key for key, entry in entries if entry.extents and entry.state is not State.LEAVING},
+            here={key: e.nbytes for key, e in entries if e.extents and e.state is not State.LEAVING},
             shown={key for key, entry in entries if entry.state in IN_MEMORY},
             pins=self._leases.covered() + self._held,
         )
@@ -103,8 +105,8 @@ class Ledger:
     def _empty(self, entry: Stored) -> None:
         """Its bytes leave memory; retention has let them go."""
         entry.state = after(entry.state, Event.DROP_MEMORY)
-        self._pages.free(entry.extents)
-        entry.extents, entry.regions = (), ()
+        self._pages.free(entry.all_extents)
+        entry.extents, entry.regions, entry.draft = (), (), None
         self._on_disk[entry.offer.key.kind] += 1
         self._disk.demoted += 1
         self._moved.add(entry.offer.key)
@@ -129,6 +131,48 @@ class Ledger:
         below = self._entries.get(entry.offer.parent) if entry.offer.parent is not None else None
         return below is not None and below.state in ON_DISK
 
+    def _kept_back(self) -> list[tuple[Extent, ...]]:
+        """Memory of no entry: reads may still land there, or look at it."""
+        landing = [extents for _, extents in self._drafts_landing.values()]
+        return [*self._quarantine.values(), *landing, *(extents for _, _, extents in self._retired)]
+
+    def _set_draft(self, entry: Stored, draft: DraftRows | None) -> None:
+        """The entry, in memory, has these drafter rows now. Those it had are free once nobody reads them."""
+        key = entry.offer.key
+        if entry.draft is not None:
+            self._retired.append((self._leases.next_fence(), key, entry.draft.extents))
+        entry.draft = draft
+        self._retention.resize(key, entry.nbytes)
+        self._file_anew(entry)
+        self._free_retired()
+
+    def _file_anew(self, entry: Stored) -> None:
+        """Where the file has other drafter rows it goes, and is written again."""
+        if entry.state is State.BOTH and entry.file_is_old:
+            entry.state = after(entry.state, Event.DROP_FILE)
+            self._disk.give(entry, kept=True, exists=True)
+            self._disk.want(entry.offer.key, used=True)
+        elif entry.state is State.HOST:
+            self._disk.want(entry.offer.key, used=False)
+
+    def _free_retired(self) -> None:
+        """A lease that is younger than a replacement was told of the new rows; so was a write that began since."""
+        if not self._retired:
+            return
+        oldest, retired, self._retired = self._leases.oldest_fence(), self._retired, []
+        for fence, key, extents in retired:
+            if (oldest is not None and oldest < fence) or key in self._held:
+                self._retired.append((fence, key, extents))
+            else:
+                self._pages.free(extents)
+
+    def _allocate(self, nbytes: int) -> tuple[Extent, ...]:
+        """Pages that are known to be free."""
+        extents = self._pages.allocate(nbytes)
+        if extents is None:
+            raise InvariantError("free pages that cannot be had")
+        return extents
+
     def _missing(self, sizes: Iterable[int]) -> int:
         return max(0, sum(self._pages.rounded(nbytes) for nbytes in sizes) - self._pages.free_bytes)
 
@@ -138,6 +182,7 @@ class Ledger:
         self._disk.retention.advance(now_ms)
         for key in self._leases.take_quiet(now_ms):
             self._retention.unpin(key)
+        self._free_retired()
 
     def _drop(self, key: Key, state: State) -> Stored:
         entry = self._in_state(key, state)

@@ -15,6 +15,7 @@ from moonrelay.errors import SettingsError
 
 SECONDS: Final = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5)
 OUTCOMES: Final = ("stored", "already_there", "in_progress", "refused")
+DRAFT_OUTCOMES: Final = ("stored", "already_there", "refused", "failed")
 DISK_STATES: Final = ("off", "recovering", "ready")
 TRANSPORTS: Final = ("nixl", "tcp", "memory")
 
@@ -23,6 +24,9 @@ class NodeMetrics:
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         self.published = self._counter("published_entries", "Offered entries, by outcome", "reason")
+        self.published_drafts = self._counter(
+            "published_drafts", "Blocks whose drafter rows were offered, by outcome", "reason"
+        )
         self.publish_failed = self._counter("publish_failed", "Publishes that stored nothing, by why", "reason")
         self.pulled_bytes = {
             name: self._counter(f"{name}_pulled_bytes", f"Bytes pulled from publishers over {name}")
@@ -46,12 +50,14 @@ class NodeMetrics:
         self.replicated_bytes = self._counter("replicated_bytes", "Bytes of hot bundles that other nodes took")
         for reason in ("stored", "already_there", "failed"):
             self.replicated.labels(reason)
-        for reason in ("torn", "altered", "unreadable", "memory"):
+        for reason in ("torn", "altered", "unreadable", "memory", "draft"):
             self.refused_files.labels(reason)
         for reason in ("full", "failed"):
             self.disk_errors.labels(reason)
         for outcome in OUTCOMES:
             self.published.labels(outcome)
+        for outcome in DRAFT_OUTCOMES:
+            self.published_drafts.labels(outcome)
 
     def watch(self, stats: Callable[[], NodeStats]) -> None:
         """Show the core's books at every scrape."""

@@ -13,13 +13,14 @@ from typing import Final, Protocol
 from cachestore.client import Offer, PublishReport
 from cachestore.entries import SNAPSHOT, Key
 from cachestore.lookup import Kind
+from cachestore.node.books import Region
 from cachestore.node.core import NodeCore
 from cachestore.node.index_writer import Identity
-from cachestore.node.intake import ARENA_POOL
 from cachestore.node.leases import Lease
 from cachestore.node.metrics import NodeMetrics
 from cachestore.node.states import VISIBLE
 from cachestore.node.tiers import DiskTier
+from cachestore.spans import ARENA_POOL
 from moonrelay.errors import ServeError
 from moonrelay.ids import Role
 from moonrelay.membership import Member
@@ -131,7 +132,7 @@ class Replication:
             report = await self._publisher.publish(target, snapshot.root, offers, time.monotonic() + BATCH_TIMEOUT_S)
             if report.refused:
                 break
-            if report.stored:
+            if report.stored or report.drafts:
                 taken += sum(span.length for offer in offers for span in offer.spans)
         self._core.release(lease.id, lease.fence)
         self._given[snapshot].add((target.instance_id, target.epoch))
@@ -154,21 +155,26 @@ class Replication:
             entry = self._core.entry(key)
             if entry is None or not entry.regions:
                 return  # not in memory any more: what follows is of no use without it
-            if batch and nbytes + entry.offer.nbytes > BATCH_BYTES:
+            if batch and nbytes + entry.nbytes > BATCH_BYTES:
                 yield batch
                 batch, nbytes = [], 0
             kind: Kind = "snapshot" if key.kind == SNAPSHOT else "block"
             parent = entry.offer.parent if kind == "block" else None
-            spans = [Span(pool=ARENA_POOL, offset=r.offset, length=r.length, xxh3=r.xxh3) for r in entry.regions]
             batch.append(
                 Offer(
-                    kind=kind, prefix_hash=key.prefix_hash, depth=entry.offer.depth, spans=spans,
+                    kind=kind, prefix_hash=key.prefix_hash, depth=entry.offer.depth, spans=_spans(entry.regions),
                     parent=parent.prefix_hash if parent is not None else None,
+                    drafter=entry.draft.drafter if entry.draft is not None else "",
+                    draft_spans=_spans(entry.draft.regions) if entry.draft is not None else (),
                 )
             )  # fmt: skip
-            nbytes += entry.offer.nbytes
+            nbytes += entry.nbytes
         if batch:
             yield batch
+
+
+def _spans(regions: Sequence[Region]) -> list[Span]:
+    return [Span(pool=ARENA_POOL, offset=r.offset, length=r.length, xxh3=r.xxh3) for r in regions]
 
 
 def _now_ms() -> int:

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Literal, TypeVar
 
 from cachestore.entries import Key
-from cachestore.node.books import Region
 from cachestore.node.core import NodeCore
 from cachestore.node.file_form import HEADER_BYTES_MAX, RefusedFile, encode_header, file_bytes
 from cachestore.node.files import (
@@ -32,7 +31,7 @@ from cachestore.node.files import (
 )
 from cachestore.node.index_writer import IndexWriter
 from cachestore.node.metrics import NodeMetrics
-from cachestore.node.promotion import bring, header_of, offer_of
+from cachestore.node.promotion import Brought, bring, draft_of, header_of, job_of, offer_of
 from cachestore.node.room import Room
 from cachestore.node.states import WITH_FILE, State
 from moonrelay.errors import DeadlineExceeded, Overloaded, ServeError, SettingsError, Unavailable
@@ -212,21 +211,21 @@ class DiskTier:
     async def _bring(self, files: EntryFiles, keys: Sequence[Key]) -> None:
         if not self._core.begin_promote(keys):
             raise Overloaded("memory is leased or too small")
-        jobs = [(header_of(entry), entry.extents) for k in keys if (entry := self._core.entry(k)) is not None]
+        jobs = [job_of(entry) for k in keys if (entry := self._core.entry(k)) is not None]
         started = time.monotonic()
         loop = asyncio.get_running_loop()
         parts = [range(i, len(jobs), READERS) for i in range(min(READERS, len(jobs)))]
         readings = [
             loop.run_in_executor(self._readers, bring, files, [jobs[i] for i in part], self._view) for part in parts
         ]
-        results: dict[Key, list[Region] | RefusedFile] = {}
+        results: dict[Key, Brought | RefusedFile] = {}
         for part, reading in zip(parts, readings, strict=True):
             for i, result in zip(part, await reading, strict=True):
                 results[keys[i]] = result
         self._settle(keys, results)
-        self._measure(sum(header.nbytes for header, _ in jobs), time.monotonic() - started)
+        self._measure(sum(job.header.body_bytes for job in jobs), time.monotonic() - started)
 
-    def _settle(self, keys: Sequence[Key], results: dict[Key, list[Region] | RefusedFile]) -> None:
+    def _settle(self, keys: Sequence[Key], results: dict[Key, Brought | RefusedFile]) -> None:
         refused: list[Key] = []
         for key in keys:
             result = results[key]
@@ -236,8 +235,9 @@ class DiskTier:
                 self._core.refuse(key)
                 refused.append(key)
             else:
-                self._metrics.promoted_bytes.inc(sum(r.length for r in result))
-                self._core.promoted(key, result)
+                self._metrics.promoted_bytes.inc(sum(r.length for r in (*result.regions, *result.draft)))
+                if not self._core.promoted(key, result.regions, result.draft):
+                    self._metrics.refused_files.labels("draft").inc()
         self._delete()
         if refused:
             self._index.note([*refused, *self._core.resting_on(refused)])
@@ -265,9 +265,13 @@ class DiskTier:
             await self._make_room(nbytes)
         except ServeError as error:
             logger.warning("no room is made on disk", extra={"reason": str(error)})
-        if self._core.entry(key) is not entry or not self._core.begin_write(key, nbytes):
-            return False  # it left while room was made, and may have come back to another place
-        body = [self._view(region.offset, region.length) for region in entry.regions]
+        self._delete()  # an older file of this entry, if it had one, goes before the new one is written
+        if self._core.entry(key) is not entry or header_of(entry) != header:
+            return False  # it left while room was made, and may have come back to another place, or is another
+        if not self._core.begin_write(key, nbytes):
+            return False
+        rows = entry.draft.regions if entry.draft is not None else ()
+        body = [self._view(region.offset, region.length) for region in (*entry.regions, *rows)]
         try:
             await self._in_writer(files.write, header, body)
         except (DiskFull, DiskFault) as error:
@@ -278,8 +282,12 @@ class DiskTier:
             await asyncio.sleep(self._pace.pause_s)
             return False
         except BytesChanged as error:
-            self._core.unwritten(key, again=False)
-            await self._retire(key, error)
+            self._core.unwritten(key, again=error.of_draft, used=used)
+            if error.of_draft:
+                self._metrics.refused_files.labels("draft").inc()
+                self._core.drop_draft(key)
+            else:
+                await self._retire(key, error)
             return False
         self._core.written(key)
         self._metrics.written_bytes.inc(nbytes)
@@ -363,7 +371,7 @@ class DiskTier:
                 await self._make_room(item.file_bytes)
             except Unavailable as error:
                 logger.warning("no room is made on disk", extra={"reason": str(error)})
-            if self._core.found(offer, item.header.regions, item.file_bytes):
+            if self._core.found(offer, item.header.regions, item.file_bytes, draft_of(item.header)):
                 return offer.key
         entry = self._core.entry(offer.key)
         if (entry is None or entry.state not in WITH_FILE) and self._files is not None:

@@ -76,6 +76,7 @@ class ReadHandle:
         self.aborted = False
         self.on_abort: Callable[[], None] | None = None  # set by a transport that can stop a read early
         self.note: str | None = None
+        self.transport: TransportName | None = None  # that took it
         self.verified = 0  # so many of its reads, from the first on, have landed and agree; it may grow until `ended`
         self.ended: asyncio.Future[None] = self._loop.create_future()
         self._report: asyncio.Future[ReadReport] = self._loop.create_future()

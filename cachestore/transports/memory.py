@@ -79,7 +79,7 @@ class MemoryTransport:
         """Nothing to add: the fabric knows."""
 
     def submit(self, handle: ReadHandle, peer: Peer, reads: Sequence[Read], note: str | None = None) -> None:
-        handle.note = note
+        handle.note, handle.transport = note, self.name
         self._fabric.run(peer.instance_id, _Pending(self, handle, peer, reads))
 
     def copy(self, source: Pools, reads: Sequence[Read], handle: ReadHandle) -> ReadReport:

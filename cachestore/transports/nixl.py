@@ -94,6 +94,7 @@ class NixlTransport:
     def submit(self, handle: ReadHandle, peer: Peer, reads: Sequence[Read], note: str | None = None) -> None:
         if self._thread is None or not self._thread.is_alive():
             raise InvariantError("the NIXL thread is not running")
+        handle.transport = self.name
         try:
             self._commands.put_nowait(_Submit(handle, peer, reads))
         except queue.Full:

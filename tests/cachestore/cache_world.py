@@ -25,11 +25,12 @@ from cachestore.client import CacheClient, FetchReport, Offer, PublishReport
 from cachestore.index import CacheIndex, Match
 from cachestore.node.core import NodeCore
 from cachestore.node.edge import CacheNodeEdge
-from cachestore.node.intake import ARENA_POOL, Identity, Intake
+from cachestore.node.intake import Identity, Intake
 from cachestore.node.metrics import NodeMetrics
 from cachestore.node.replication import Replication
 from cachestore.node.states import WITH_FILE, State
 from cachestore.node.tiers import DiskTier, Pace
+from cachestore.spans import ARENA_POOL
 from cachestore.transports import Landing, MemoryFabric, Slice, TransportSet
 from moonrelay.membership import Load, Member, Membership
 from moonrelay.prefix import prefix_hashes

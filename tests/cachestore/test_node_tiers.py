@@ -335,9 +335,9 @@ def test_a_disk_that_hangs_costs_the_leases_that_want_it_and_nothing_else(
     go_on = threading.Event()
     real = EntryFiles.read
 
-    def hang(files: EntryFiles, header: Header, into: list) -> None:
+    def hang(files: EntryFiles, header: Header, into: list, draft: list) -> bool:
         assert go_on.wait(30)
-        real(files, header, into)
+        return real(files, header, into, draft)
 
     async def run() -> None:
         async with local_world(valkey.url, 6 * BUNDLE_BYTES, tmp_path, DISK_BYTES) as world:

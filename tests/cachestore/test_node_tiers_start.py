@@ -54,6 +54,6 @@ def test_files_that_were_cut_while_nobody_looked_are_counted_by_reason(valkey: L
                 for s in family.samples
                 if s.name == "moonrelay_cache_disk_refused_entries_total"
             }
-            assert counts == {"torn": 1, "altered": 0, "unreadable": 0, "memory": 0} and not cut.exists()
+            assert counts == {"torn": 1, "altered": 0, "unreadable": 0, "memory": 0, "draft": 0} and not cut.exists()
 
     asyncio.run(run())

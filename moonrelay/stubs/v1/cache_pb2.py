@@ -25,35 +25,35 @@ _sym_db = _symbol_database.Default()
 from moonrelay.stubs.v1 import common_pb2 as moonrelay_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18moonrelay/v1/cache.proto\x12\x0cmoonrelay.v1\x1a\x19moonrelay/v1/common.proto\"h\n\x0ePublishRequest\x12\x0c\n\x04root\x18\x01 \x01(\x0c\x12\"\n\x06source\x18\x02 \x01(\x0b\x32\x12.moonrelay.v1.Peer\x12$\n\x07\x65ntries\x18\x03 \x03(\x0b\x32\x13.moonrelay.v1.Entry\"\x95\x01\n\x05\x45ntry\x12%\n\x04kind\x18\x01 \x01(\x0e\x32\x17.moonrelay.v1.EntryKind\x12\x13\n\x0bprefix_hash\x18\x02 \x01(\x0c\x12\r\n\x05\x64\x65pth\x18\x03 \x01(\r\x12!\n\x05spans\x18\x04 \x03(\x0b\x32\x12.moonrelay.v1.Span\x12\x13\n\x06parent\x18\x05 \x01(\x0cH\x00\x88\x01\x01\x42\t\n\x07_parent\"[\n\x0cPublishReply\x12\x0e\n\x06stored\x18\x01 \x01(\r\x12\x15\n\ralready_there\x18\x02 \x01(\r\x12\x0f\n\x07refused\x18\x03 \x01(\r\x12\x13\n\x0bin_progress\x18\x04 \x01(\r\"\xb0\x01\n\x0cLeaseRequest\x12\x0c\n\x04root\x18\x01 \x01(\x0c\x12\x12\n\nnode_epoch\x18\x02 \x01(\x04\x12\x0e\n\x06ttl_ms\x18\x05 \x01(\r\x12#\n\x06\x63hains\x18\x06 \x03(\x0b\x32\x13.moonrelay.v1.Chain\x12\x10\n\x08snapshot\x18\x07 \x01(\x0c\x12+\n\x05\x65nded\x18\x08 \x03(\x0b\x32\x1c.moonrelay.v1.ReleaseRequestJ\x04\x08\x03\x10\x04J\x04\x08\x04\x10\x05\"9\n\x05\x43hain\x12\x0c\n\x04last\x18\x01 \x01(\x0c\x12\x13\n\x0b\x66irst_block\x18\x02 \x01(\r\x12\r\n\x05\x63ount\x18\x03 \x01(\r\"X\n\nLeaseReply\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12\r\n\x05\x66\x65nce\x18\x02 \x01(\x04\x12\x0e\n\x06ttl_ms\x18\x03 \x01(\r\x12\r\n\x05spans\x18\x06 \x01(\x0cJ\x04\x08\x04\x10\x05J\x04\x08\x05\x10\x06\"/\n\x0cRenewRequest\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12\r\n\x05\x66\x65nce\x18\x02 \x01(\x04\"\x1c\n\nRenewReply\x12\x0e\n\x06ttl_ms\x18\x01 \x01(\r\"1\n\x0eReleaseRequest\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12\r\n\x05\x66\x65nce\x18\x02 \x01(\x04\"\x0e\n\x0cReleaseReply*V\n\tEntryKind\x12\x1a\n\x16\x45NTRY_KIND_UNSPECIFIED\x10\x00\x12\x14\n\x10\x45NTRY_KIND_BLOCK\x10\x01\x12\x17\n\x13\x45NTRY_KIND_SNAPSHOT\x10\x02\x32\x93\x02\n\tCacheNode\x12\x43\n\x07Publish\x12\x1c.moonrelay.v1.PublishRequest\x1a\x1a.moonrelay.v1.PublishReply\x12=\n\x05Lease\x12\x1a.moonrelay.v1.LeaseRequest\x1a\x18.moonrelay.v1.LeaseReply\x12=\n\x05Renew\x12\x1a.moonrelay.v1.RenewRequest\x1a\x18.moonrelay.v1.RenewReply\x12\x43\n\x07Release\x12\x1c.moonrelay.v1.ReleaseRequest\x1a\x1a.moonrelay.v1.ReleaseReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18moonrelay/v1/cache.proto\x12\x0cmoonrelay.v1\x1a\x19moonrelay/v1/common.proto\"h\n\x0ePublishRequest\x12\x0c\n\x04root\x18\x01 \x01(\x0c\x12\"\n\x06source\x18\x02 \x01(\x0b\x32\x12.moonrelay.v1.Peer\x12$\n\x07\x65ntries\x18\x03 \x03(\x0b\x32\x13.moonrelay.v1.Entry\"\xcf\x01\n\x05\x45ntry\x12%\n\x04kind\x18\x01 \x01(\x0e\x32\x17.moonrelay.v1.EntryKind\x12\x13\n\x0bprefix_hash\x18\x02 \x01(\x0c\x12\r\n\x05\x64\x65pth\x18\x03 \x01(\r\x12!\n\x05spans\x18\x04 \x03(\x0b\x32\x12.moonrelay.v1.Span\x12\x13\n\x06parent\x18\x05 \x01(\x0cH\x00\x88\x01\x01\x12\x0f\n\x07\x64rafter\x18\x06 \x01(\t\x12\'\n\x0b\x64raft_spans\x18\x07 \x03(\x0b\x32\x12.moonrelay.v1.SpanB\t\n\x07_parent\"k\n\x0cPublishReply\x12\x0e\n\x06stored\x18\x01 \x01(\r\x12\x15\n\ralready_there\x18\x02 \x01(\r\x12\x0f\n\x07refused\x18\x03 \x01(\r\x12\x13\n\x0bin_progress\x18\x04 \x01(\r\x12\x0e\n\x06\x64rafts\x18\x05 \x01(\r\"\xc1\x01\n\x0cLeaseRequest\x12\x0c\n\x04root\x18\x01 \x01(\x0c\x12\x12\n\nnode_epoch\x18\x02 \x01(\x04\x12\x0e\n\x06ttl_ms\x18\x05 \x01(\r\x12#\n\x06\x63hains\x18\x06 \x03(\x0b\x32\x13.moonrelay.v1.Chain\x12\x10\n\x08snapshot\x18\x07 \x01(\x0c\x12+\n\x05\x65nded\x18\x08 \x03(\x0b\x32\x1c.moonrelay.v1.ReleaseRequest\x12\x0f\n\x07\x64rafter\x18\t \x01(\tJ\x04\x08\x03\x10\x04J\x04\x08\x04\x10\x05\"9\n\x05\x43hain\x12\x0c\n\x04last\x18\x01 \x01(\x0c\x12\x13\n\x0b\x66irst_block\x18\x02 \x01(\r\x12\r\n\x05\x63ount\x18\x03 \x01(\r\"m\n\nLeaseReply\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12\r\n\x05\x66\x65nce\x18\x02 \x01(\x04\x12\x0e\n\x06ttl_ms\x18\x03 \x01(\r\x12\r\n\x05spans\x18\x06 \x01(\x0c\x12\x13\n\x0b\x64raft_spans\x18\x07 \x01(\x0cJ\x04\x08\x04\x10\x05J\x04\x08\x05\x10\x06\"/\n\x0cRenewRequest\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12\r\n\x05\x66\x65nce\x18\x02 \x01(\x04\"\x1c\n\nRenewReply\x12\x0e\n\x06ttl_ms\x18\x01 \x01(\r\"1\n\x0eReleaseRequest\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12\r\n\x05\x66\x65nce\x18\x02 \x01(\x04\"\x0e\n\x0cReleaseReply*V\n\tEntryKind\x12\x1a\n\x16\x45NTRY_KIND_UNSPECIFIED\x10\x00\x12\x14\n\x10\x45NTRY_KIND_BLOCK\x10\x01\x12\x17\n\x13\x45NTRY_KIND_SNAPSHOT\x10\x02\x32\x93\x02\n\tCacheNode\x12\x43\n\x07Publish\x12\x1c.moonrelay.v1.PublishRequest\x1a\x1a.moonrelay.v1.PublishReply\x12=\n\x05Lease\x12\x1a.moonrelay.v1.LeaseRequest\x1a\x18.moonrelay.v1.LeaseReply\x12=\n\x05Renew\x12\x1a.moonrelay.v1.RenewRequest\x1a\x18.moonrelay.v1.RenewReply\x12\x43\n\x07Release\x12\x1c.moonrelay.v1.ReleaseRequest\x1a\x1a.moonrelay.v1.ReleaseReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'moonrelay.v1.cache_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_ENTRYKIND']._serialized_start=894
-  _globals['_ENTRYKIND']._serialized_end=980
+  _globals['_ENTRYKIND']._serialized_start=1006
+  _globals['_ENTRYKIND']._serialized_end=1092
   _globals['_PUBLISHREQUEST']._serialized_start=69
   _globals['_PUBLISHREQUEST']._serialized_end=173
   _globals['_ENTRY']._serialized_start=176
-  _globals['_ENTRY']._serialized_end=325
-  _globals['_PUBLISHREPLY']._serialized_start=327
-  _globals['_PUBLISHREPLY']._serialized_end=418
-  _globals['_LEASEREQUEST']._serialized_start=421
-  _globals['_LEASEREQUEST']._serialized_end=597
-  _globals['_CHAIN']._serialized_start=599
-  _globals['_CHAIN']._serialized_end=656
-  _globals['_LEASEREPLY']._serialized_start=658
-  _globals['_LEASEREPLY']._serialized_end=746
-  _globals['_RENEWREQUEST']._serialized_start=748
-  _globals['_RENEWREQUEST']._serialized_end=795
-  _globals['_RENEWREPLY']._serialized_start=797
-  _globals['_RENEWREPLY']._serialized_end=825
-  _globals['_RELEASEREQUEST']._serialized_start=827
-  _globals['_RELEASEREQUEST']._serialized_end=876
-  _globals['_RELEASEREPLY']._serialized_start=878
-  _globals['_RELEASEREPLY']._serialized_end=892
-  _globals['_CACHENODE']._serialized_start=983
-  _globals['_CACHENODE']._serialized_end=1258
+  _globals['_ENTRY']._serialized_end=383
+  _globals['_PUBLISHREPLY']._serialized_start=385
+  _globals['_PUBLISHREPLY']._serialized_end=492
+  _globals['_LEASEREQUEST']._serialized_start=495
+  _globals['_LEASEREQUEST']._serialized_end=688
+  _globals['_CHAIN']._serialized_start=690
+  _globals['_CHAIN']._serialized_end=747
+  _globals['_LEASEREPLY']._serialized_start=749
+  _globals['_LEASEREPLY']._serialized_end=858
+  _globals['_RENEWREQUEST']._serialized_start=860
+  _globals['_RENEWREQUEST']._serialized_end=907
+  _globals['_RENEWREPLY']._serialized_start=909
+  _globals['_RENEWREPLY']._serialized_end=937
+  _globals['_RELEASEREQUEST']._serialized_start=939
+  _globals['_RELEASEREQUEST']._serialized_end=988
+  _globals['_RELEASEREPLY']._serialized_start=990
+  _globals['_RELEASEREPLY']._serialized_end=1004
+  _globals['_CACHENODE']._serialized_start=1095
+  _globals['_CACHENODE']._serialized_end=1370
 # @@protoc_insertion_point(module_scope)

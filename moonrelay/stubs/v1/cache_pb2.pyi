@@ -28,46 +28,54 @@ class PublishRequest(_message.Message):
     def __init__(self, root: _Optional[bytes] = ..., source: _Optional[_Union[_common_pb2.Peer, _Mapping]] = ..., entries: _Optional[_Iterable[_Union[Entry, _Mapping]]] = ...) -> None: ...
 
 class Entry(_message.Message):
-    __slots__ = ("kind", "prefix_hash", "depth", "spans", "parent")
+    __slots__ = ("kind", "prefix_hash", "depth", "spans", "parent", "drafter", "draft_spans")
     KIND_FIELD_NUMBER: _ClassVar[int]
     PREFIX_HASH_FIELD_NUMBER: _ClassVar[int]
     DEPTH_FIELD_NUMBER: _ClassVar[int]
     SPANS_FIELD_NUMBER: _ClassVar[int]
     PARENT_FIELD_NUMBER: _ClassVar[int]
+    DRAFTER_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_SPANS_FIELD_NUMBER: _ClassVar[int]
     kind: EntryKind
     prefix_hash: bytes
     depth: int
     spans: _containers.RepeatedCompositeFieldContainer[_common_pb2.Span]
     parent: bytes
-    def __init__(self, kind: _Optional[_Union[EntryKind, str]] = ..., prefix_hash: _Optional[bytes] = ..., depth: _Optional[int] = ..., spans: _Optional[_Iterable[_Union[_common_pb2.Span, _Mapping]]] = ..., parent: _Optional[bytes] = ...) -> None: ...
+    drafter: str
+    draft_spans: _containers.RepeatedCompositeFieldContainer[_common_pb2.Span]
+    def __init__(self, kind: _Optional[_Union[EntryKind, str]] = ..., prefix_hash: _Optional[bytes] = ..., depth: _Optional[int] = ..., spans: _Optional[_Iterable[_Union[_common_pb2.Span, _Mapping]]] = ..., parent: _Optional[bytes] = ..., drafter: _Optional[str] = ..., draft_spans: _Optional[_Iterable[_Union[_common_pb2.Span, _Mapping]]] = ...) -> None: ...
 
 class PublishReply(_message.Message):
-    __slots__ = ("stored", "already_there", "refused", "in_progress")
+    __slots__ = ("stored", "already_there", "refused", "in_progress", "drafts")
     STORED_FIELD_NUMBER: _ClassVar[int]
     ALREADY_THERE_FIELD_NUMBER: _ClassVar[int]
     REFUSED_FIELD_NUMBER: _ClassVar[int]
     IN_PROGRESS_FIELD_NUMBER: _ClassVar[int]
+    DRAFTS_FIELD_NUMBER: _ClassVar[int]
     stored: int
     already_there: int
     refused: int
     in_progress: int
-    def __init__(self, stored: _Optional[int] = ..., already_there: _Optional[int] = ..., refused: _Optional[int] = ..., in_progress: _Optional[int] = ...) -> None: ...
+    drafts: int
+    def __init__(self, stored: _Optional[int] = ..., already_there: _Optional[int] = ..., refused: _Optional[int] = ..., in_progress: _Optional[int] = ..., drafts: _Optional[int] = ...) -> None: ...
 
 class LeaseRequest(_message.Message):
-    __slots__ = ("root", "node_epoch", "ttl_ms", "chains", "snapshot", "ended")
+    __slots__ = ("root", "node_epoch", "ttl_ms", "chains", "snapshot", "ended", "drafter")
     ROOT_FIELD_NUMBER: _ClassVar[int]
     NODE_EPOCH_FIELD_NUMBER: _ClassVar[int]
     TTL_MS_FIELD_NUMBER: _ClassVar[int]
     CHAINS_FIELD_NUMBER: _ClassVar[int]
     SNAPSHOT_FIELD_NUMBER: _ClassVar[int]
     ENDED_FIELD_NUMBER: _ClassVar[int]
+    DRAFTER_FIELD_NUMBER: _ClassVar[int]
     root: bytes
     node_epoch: int
     ttl_ms: int
     chains: _containers.RepeatedCompositeFieldContainer[Chain]
     snapshot: bytes
     ended: _containers.RepeatedCompositeFieldContainer[ReleaseRequest]
-    def __init__(self, root: _Optional[bytes] = ..., node_epoch: _Optional[int] = ..., ttl_ms: _Optional[int] = ..., chains: _Optional[_Iterable[_Union[Chain, _Mapping]]] = ..., snapshot: _Optional[bytes] = ..., ended: _Optional[_Iterable[_Union[ReleaseRequest, _Mapping]]] = ...) -> None: ...
+    drafter: str
+    def __init__(self, root: _Optional[bytes] = ..., node_epoch: _Optional[int] = ..., ttl_ms: _Optional[int] = ..., chains: _Optional[_Iterable[_Union[Chain, _Mapping]]] = ..., snapshot: _Optional[bytes] = ..., ended: _Optional[_Iterable[_Union[ReleaseRequest, _Mapping]]] = ..., drafter: _Optional[str] = ...) -> None: ...
 
 class Chain(_message.Message):
     __slots__ = ("last", "first_block", "count")
@@ -80,16 +88,18 @@ class Chain(_message.Message):
     def __init__(self, last: _Optional[bytes] = ..., first_block: _Optional[int] = ..., count: _Optional[int] = ...) -> None: ...
 
 class LeaseReply(_message.Message):
-    __slots__ = ("lease_id", "fence", "ttl_ms", "spans")
+    __slots__ = ("lease_id", "fence", "ttl_ms", "spans", "draft_spans")
     LEASE_ID_FIELD_NUMBER: _ClassVar[int]
     FENCE_FIELD_NUMBER: _ClassVar[int]
     TTL_MS_FIELD_NUMBER: _ClassVar[int]
     SPANS_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_SPANS_FIELD_NUMBER: _ClassVar[int]
     lease_id: str
     fence: int
     ttl_ms: int
     spans: bytes
-    def __init__(self, lease_id: _Optional[str] = ..., fence: _Optional[int] = ..., ttl_ms: _Optional[int] = ..., spans: _Optional[bytes] = ...) -> None: ...
+    draft_spans: bytes
+    def __init__(self, lease_id: _Optional[str] = ..., fence: _Optional[int] = ..., ttl_ms: _Optional[int] = ..., spans: _Optional[bytes] = ..., draft_spans: _Optional[bytes] = ...) -> None: ...
 
 class RenewRequest(_message.Message):
     __slots__ = ("lease_id", "fence")
