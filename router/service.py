@@ -240,6 +240,7 @@ class Service:
                     await self._place(turn, leg)
                     await self._legs.run(turn, leg)
                 except NoRoom as full:
+                    turn.end_if_complete()  # the first token may have been the last
                     turn.full.add(full.worker.key)
                 except WorkerLost as lost:
                     self._after_loss(turn, lost)

@@ -78,6 +78,13 @@ class Turn:
     def sampling(self) -> SamplingParams:
         return SamplingParams(max_tokens=self.remaining, stop_token_ids=tuple(self.ask.stop))
 
+    def end_if_complete(self) -> None:
+        """Nothing is left to generate, although no worker said so."""
+        if self.generated and self.generated[-1] in self.ask.stop:
+            self.reason = "stop"
+        elif self.remaining <= 0:
+            self.reason = "length"
+
 
 @dataclass(slots=True, kw_only=True)
 class Leg:
@@ -120,8 +127,10 @@ class Router(Member):
                 yield from self._place(turn, leg)
                 yield from self._run(turn, leg, emit)
             except NoRoom as full:
+                turn.end_if_complete()
                 turn.full.add(full.worker.key)
-                yield ROOM_RETRY_MS
+                if turn.reason is None:
+                    yield ROOM_RETRY_MS
             except WorkerLost as lost:
                 self._after_loss(turn, lost)
         emit(Result(turn.reason, turn.cached, turn.matched))
@@ -327,10 +336,7 @@ class Router(Member):
 
     def _after_loss(self, turn: Turn, lost: WorkerLost) -> None:
         """Decide whether to go on. Raises: WorkerLost."""
-        if turn.generated and turn.generated[-1] in turn.ask.stop:
-            turn.reason = "stop"
-        elif turn.remaining <= 0:
-            turn.reason = "length"
+        turn.end_if_complete()
         turn.attempts += 1
         if not lost.unreachable:
             if turn.generated:
