@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
+
+import torch
 
 from model.batch import Backend
 from model.checkpoint import Weights, load_weights
 from model.config import load_config
+from model.drafter.config import DrafterConfig
 from model.drafter.network import Drafter, drafter_id, read_drafter
 from model.drafter.paged import TorchDraftModel
 from model.drafting import DraftModel
@@ -57,6 +61,28 @@ def load_draft_model(
     """
     config, tensors = read_drafter(drafter_dir, backend.config)
     name = drafter_id(config, tensors, target_revision)
-    drafter = Drafter(config, tensors, backend.embedding, backend.lm_head)
-    _log.info("drafter loaded", extra={"drafter": name, "form": config.form, "drafter_dir": str(drafter_dir)})
-    return TorchDraftModel(drafter, name, backend.layout(1))
+    model = _resolve_drafter(config, tensors, name, backend, kind, threads)
+    fields = {"drafter": name, "form": config.form, "code": type(model).__name__}
+    _log.info("drafter loaded", extra=fields | {"drafter_dir": str(drafter_dir)})
+    return model
+
+
+def _resolve_drafter(
+    config: DrafterConfig,
+    tensors: Mapping[str, torch.Tensor],
+    name: str,
+    backend: Backend,
+    kind: BackendKind,
+    threads: int,
+) -> DraftModel:
+    shared, layout = (backend.embedding, backend.lm_head), backend.layout(1)
+    if kind != "torch":
+        from model.native.drafter import NativeDraftModel  # compiles or loads a library: only where it may be used
+
+        try:
+            return NativeDraftModel(config, tensors, *shared, name, layout, threads)
+        except BackendUnavailable as error:
+            if kind == "native" and config.form == "dspark":
+                raise
+            _log.warning("native drafter unavailable, torch takes over", extra={"reason": str(error)})
+    return TorchDraftModel(Drafter(config, tensors, *shared), name, layout)

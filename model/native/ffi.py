@@ -8,6 +8,7 @@ from enum import IntEnum
 from pathlib import Path
 
 from model.errors import BackendUnavailable
+from model.native.draft_ffi import SIGNATURES as DRAFT_SIGNATURES
 
 _INTS = (
     "vocab", "hidden", "num_layers", "heads", "q_lora", "kv_lora", "nope", "rope", "v_dim", "mla_gate", "kda_heads",
@@ -151,6 +152,7 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "mr_op_math": (None, [c_int32, c_void_p, c_void_p, c_int64]),
     "mr_op_ceiling": (None, [POINTER(c_double), POINTER(c_double)]),
     "mr_op_kda": (c_int32, [c_int32, c_int32, c_int32, *[c_void_p] * 7]),
+    **DRAFT_SIGNATURES,
 }
 
 

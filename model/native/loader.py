@@ -70,7 +70,7 @@ class Loader:
         if self.config.attn_res_block_size is not None:
             self._residual_mix(GLOBAL, VectorSlot.FINAL_RES, "model.output_attn_res")
         table = self.weights["model.embed_tokens.weight"]
-        self.lib.mr_embedding(self.handle, table.data_ptr(), _kind(table))
+        self.lib.mr_embedding(self.handle, table.data_ptr(), kind_of(table))
         if self.lib.mr_check(self.handle):
             raise ModelError(f"the weights do not fit the config: {self.lib.mr_error().decode()}")
         return table
@@ -110,8 +110,8 @@ class Loader:
         # kv_b holds, per head, W_UK [nope, latent] then W_UV [v, latent]; absorbed attention wants W_UK transposed.
         kv_b = self.weights[self._attention(layer, "kv_b_proj")[0]]
         for head in torch.split(kv_b, config.qk_nope_dim + config.v_dim):
-            self._pack(layer, MatrixSlot.KEY_UP, [_source(head[: config.qk_nope_dim].T)], Join.ROWS)
-            self._pack(layer, MatrixSlot.VALUE_UP, [_source(head[config.qk_nope_dim :])], Join.ROWS)
+            self._pack(layer, MatrixSlot.KEY_UP, [source_of(head[: config.qk_nope_dim].T)], Join.ROWS)
+            self._pack(layer, MatrixSlot.VALUE_UP, [source_of(head[config.qk_nope_dim :])], Join.ROWS)
 
     def _dense(self, layer: int) -> None:
         gate, up, down = (self._name(layer, f"mlp.{part}_proj.weight") for part in ("gate", "up", "down"))
@@ -134,11 +134,11 @@ class Loader:
             self._vector(layer, VectorSlot.ROUTED_NORM, name("routed_expert_norm"))
         for expert in range(self.config.num_experts):
             w1, w2, w3 = (self.weights.expert(layer, expert, part) for part in ("w1", "w2", "w3"))
-            self._pack(layer, MatrixSlot.EXPERT_IN, [_source(w1), _source(w3)], Join.GLU)
-            self._pack(layer, MatrixSlot.EXPERT_OUT, [_source(w2)], Join.ROWS)
+            self._pack(layer, MatrixSlot.EXPERT_IN, [source_of(w1), source_of(w3)], Join.GLU)
+            self._pack(layer, MatrixSlot.EXPERT_OUT, [source_of(w2)], Join.ROWS)
 
     def _matrix(self, layer: int, slot: MatrixSlot, names: list[str], join: Join = Join.ROWS) -> None:
-        self._pack(layer, slot, [_source(self.weights[name]) for name in names], join)
+        self._pack(layer, slot, [source_of(self.weights[name]) for name in names], join)
 
     def _pack(self, layer: int, slot: MatrixSlot, parts: list[tuple[Source, object]], join: Join) -> None:
         # The second of each pair keeps the tensor's memory alive until the call returns.
@@ -160,18 +160,19 @@ class Loader:
             raise MemoryError(f"layer {layer}, {slot.name}: {self.lib.mr_error().decode()}")
 
 
-def _kind(tensor: torch.Tensor) -> Kind:
+def kind_of(tensor: torch.Tensor) -> Kind:
+    """Raises: ModelError."""
     kind = KINDS.get(tensor.dtype)
     if kind is None:
         raise ModelError(f"expected weights of {[str(t) for t in KINDS]}, found {tensor.dtype}")
     return kind
 
 
-def _source(weight: torch.Tensor | PackedTensor) -> tuple[Source, object]:
+def source_of(weight: torch.Tensor | PackedTensor) -> tuple[Source, object]:
     """Describe one [out, in] weight, strided or packed; the second value owns its memory."""
     if isinstance(weight, torch.Tensor):
         rows, cols = weight.shape
-        return Source(weight.data_ptr(), None, _kind(weight), rows, cols, *weight.stride()), weight
+        return Source(weight.data_ptr(), None, kind_of(weight), rows, cols, *weight.stride()), weight
     rows, half = weight.packed.shape
     packed = Source(weight.packed.data_ptr(), weight.scale.data_ptr(), Kind.MX, rows, 2 * half, 2 * half, 1)
     return packed, weight

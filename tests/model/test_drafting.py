@@ -13,12 +13,13 @@ from model.drafter.config import parse_drafter_config
 from model.drafter.network import Drafter
 from model.drafter.paged import TorchDraftModel, draw
 from model.drafting import DraftModel, DraftRequest, Proposal
+from model.native.drafter import NativeDraftModel
 from moonrelay.errors import InvariantError
+from tests.model.runs import KINDS, backend
 from tests.model.test_drafter import WHERE, random_tensors, small, target
 
 BLOCK_TOKENS, NUM_BLOCKS = 8, 24
-FORMS = ("dspark", "dflash")
-KINDS = ("torch",)
+FORMS = [("torch", "dspark"), ("torch", "dflash"), ("native", "dspark")]
 
 
 class Draftee:
@@ -43,7 +44,10 @@ class Draftee:
         self.rng = rng
 
     def make(self, kind: str, tensors: dict[str, torch.Tensor], layout: PoolLayout) -> DraftModel:
-        return TorchDraftModel(self.plain, "name", layout)
+        if kind == "torch":
+            return TorchDraftModel(self.plain, "name", layout)
+        backend("k3_tiny_mxfp4", "native")  # skips only without a compiler
+        return NativeDraftModel(self.config, tensors, self.embedding, self.head, "name", layout)
 
     def blocks(self, tokens: int) -> list[int]:
         return [self.free.pop() for _ in range(-(-tokens // BLOCK_TOKENS))]
@@ -90,8 +94,7 @@ def requests(draftee: Draftee, seed: int, positions: list[int]) -> tuple[list[Dr
     return made, contexts
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "form"), FORMS)
 def test_paged_drafts_are_the_plain_ones(kind: str, form: str) -> None:
     draftee = Draftee(kind, form)
     asked, contexts = requests(draftee, 1, [0, 1, 7, 8, 9, 30, 41])
@@ -106,8 +109,7 @@ def test_paged_drafts_are_the_plain_ones(kind: str, form: str) -> None:
             torch.testing.assert_close(torch.from_numpy(found.laws), (logits / request.temperature).softmax(-1))
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "form"), FORMS)
 def test_a_draft_does_not_depend_on_its_batch(kind: str, form: str) -> None:
     draftee = Draftee(kind, form)
     asked, _ = requests(draftee, 2, [3, 12, 20, 0])
@@ -137,10 +139,18 @@ def test_rows_of_several_segments_leave_everything_else_alone(kind: str) -> None
     assert int(draftee.rows.isfinite().sum()) == 14 * draftee.layout.draft_width
 
 
-@pytest.mark.parametrize(("form", "poison"), [("dspark", "final_norm.weight"), ("dflash", "norm.weight"),
-                                              ("dspark", "markov_head.markov_w2.weight"),
-                                              ("dspark", "confidence_head.proj.bias")])  # fmt: skip
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "form", "poison"),
+    [
+        ("torch", "dspark", "final_norm.weight"),
+        ("torch", "dspark", "markov_head.markov_w2.weight"),
+        ("torch", "dspark", "confidence_head.proj.bias"),
+        ("torch", "dflash", "norm.weight"),
+        ("native", "dspark", "final_norm.weight"),
+        ("native", "dspark", "markov_head.markov_w2.weight"),
+        ("native", "dspark", "confidence_head.proj.bias"),
+    ],
+)
 def test_no_draft_where_the_output_is_not_finite(kind: str, form: str, poison: str) -> None:
     draftee = Draftee(kind, form, poison=poison)
     asked, _ = requests(draftee, 3, [5, 9])

@@ -1,0 +1,189 @@
+"""`NativeDraftModel`: the DSpark drafter in C++, behind `model.drafting.DraftModel`."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from array import array
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from model.drafter.config import DrafterConfig
+from model.drafter.rotary import amplitude, attention_scale, frequencies
+from model.drafting import NOTHING, DraftRequest, Proposal
+from model.errors import BackendUnavailable
+from model.native.backend import WRONG_PASS, BatchError, library
+from model.native.draft_ffi import DraftMatrix, DraftPass, DraftPool, DraftRows, DraftShape, DraftVector
+from model.native.ffi import Join, Source
+from model.native.loader import GLOBAL, kind_of, source_of
+
+if TYPE_CHECKING:
+    from model.batch import PoolLayout, Segment
+
+
+class NativeDraftModel:
+    """Agrees with `model.drafter.paged.TorchDraftModel` to rounding; one draft does not depend on its batch.
+
+    Raises: BackendUnavailable for a form that is not written in C++, MemoryError.
+    """
+
+    def __init__(
+        self,
+        config: DrafterConfig,
+        tensors: Mapping[str, torch.Tensor],
+        embedding: torch.Tensor,
+        lm_head: torch.Tensor,
+        drafter_id: str,
+        layout: PoolLayout,
+        threads: int = 1,
+    ) -> None:
+        self._handle: int | None = None  # set first: __del__ runs even when the rest fails
+        if config.form != "dspark":
+            raise BackendUnavailable(f"the C++ drafter takes the form 'dspark', not {config.form!r}")
+        self._lib = library()
+        self._config = config
+        self.drafter_id = drafter_id
+        self.target_layers = config.target_layers
+        self.block_len = config.block_len
+        self.draft_width = config.layers * config.row_width
+        self._token_floats = layout.mla_floats // layout.block_tokens + self.draft_width
+        self._handle = self._lib.mr_draft_create(ctypes.byref(_shape(config, layout)), threads)
+        if not self._handle:
+            raise BackendUnavailable(self._lib.mr_error().decode())
+        self._load(tensors, lm_head)
+        self._embedding = embedding  # read in place, so kept
+        self._lib.mr_draft_embedding(self._handle, embedding.data_ptr(), kind_of(embedding))
+        self._must(self._lib.mr_draft_check(self._handle))
+        self._one_pass = threading.Lock()  # the scratch serves one pass at a time
+
+    def __del__(self) -> None:
+        if self._handle:
+            self._lib.mr_draft_destroy(self._handle)
+
+    def write_rows(self, segments: Sequence[Segment], taps: torch.Tensor, rows: torch.Tensor) -> None:
+        """See `DraftModel.write_rows`. Raises BatchError (nothing touched) or MemoryError."""
+        config = self._config
+        expected = (sum(len(s.ids) for s in segments), len(config.target_layers), config.hidden)
+        if taps.shape != expected or taps.dtype != torch.float32 or not taps.is_contiguous():
+            raise BatchError(f"taps: expected contiguous fp32 {list(expected)}, found {list(taps.shape)}")
+        tokens = array("i", [len(s.ids) for s in segments])
+        start = array("q", [s.start for s in segments])
+        blocks, num_blocks = _tables([s.blocks for s in segments])
+        pool = self._pool(rows)
+        arrays = (tokens, start, blocks, num_blocks)
+        work = DraftRows(len(segments), *(a.buffer_info()[0] for a in arrays), pool, taps.data_ptr())
+        with self._one_pass:
+            self._must(self._lib.mr_draft_write(self._handle, ctypes.byref(work)))
+
+    def draft(self, requests: Sequence[DraftRequest], rows: torch.Tensor) -> list[Proposal]:
+        """See `DraftModel.draft`. Raises BatchError (nothing touched) or MemoryError."""
+        lengths = [r.length for r in requests]
+        uniforms = array("d")
+        for request in requests:
+            if request.temperature > 0 and len(request.uniforms) != request.length:
+                raise BatchError(f"expected {request.length} uniform numbers, found {len(request.uniforms)}")
+            uniforms.extend(request.uniforms if request.temperature > 0 else [0.0] * request.length)
+        try:
+            arrays = (
+                array("i", [r.anchor for r in requests]),
+                array("q", [r.position for r in requests]),
+                array("q", [r.first for r in requests]),
+                array("i", lengths),
+                array("f", [r.temperature for r in requests]),
+                uniforms,
+                *_tables([r.blocks for r in requests]),
+            )
+        except OverflowError as error:
+            raise BatchError(f"an index is no 32-bit number: {error}") from error
+        total = max(0, sum(lengths))
+        drawn = sum(r.length for r in requests if r.temperature > 0)
+        tokens, confidence = array("i", bytes(4 * total)), array("f", bytes(4 * total))
+        laws = np.empty((max(0, drawn), self._config.vocab), np.float32)
+        finite = array("B", bytes(len(requests)))
+        work = DraftPass(
+            len(requests), *(a.buffer_info()[0] for a in arrays), self._pool(rows), tokens.buffer_info()[0],
+            confidence.buffer_info()[0], laws.ctypes.data, finite.buffer_info()[0],
+        )  # fmt: skip
+        with self._one_pass:
+            self._must(self._lib.mr_draft_propose(self._handle, ctypes.byref(work), self.block_len))
+        proposals, at, law = [], 0, 0
+        for request, good in zip(requests, finite, strict=True):
+            share = slice(at, at + request.length)
+            own = laws[law : law + request.length] if request.temperature > 0 else None
+            at, law = share.stop, law + (0 if own is None else request.length)
+            proposals.append(
+                Proposal(tokens=tokens[share].tolist(), confidence=confidence[share].tolist(), laws=own)
+                if good
+                else NOTHING
+            )
+        return proposals
+
+    def _pool(self, rows: torch.Tensor) -> DraftPool:
+        if rows.dim() != 2 or rows.dtype != torch.float32 or not rows.is_contiguous():
+            raise BatchError("rows: expected a contiguous two-dimensional fp32 CPU tensor")
+        return DraftPool(rows.data_ptr(), *rows.shape, rows.shape[1] // self._token_floats)
+
+    def _must(self, status: int) -> None:
+        if status:
+            raise (BatchError if status == WRONG_PASS else MemoryError)(self._lib.mr_error().decode())
+
+    def _load(self, tensors: Mapping[str, torch.Tensor], lm_head: torch.Tensor) -> None:
+        config = self._config
+
+        def matrix(layer: int, slot: DraftMatrix, *parts: torch.Tensor, join: Join = Join.ROWS) -> None:
+            sources = (Source * len(parts))(*(source_of(part)[0] for part in parts))
+            self._must(self._lib.mr_draft_pack(self._handle, layer, slot, sources, len(parts), join))
+
+        def vector(layer: int, slot: DraftVector, values: torch.Tensor) -> None:
+            data = values.float().contiguous().flatten()
+            self._must(self._lib.mr_draft_vector(self._handle, layer, slot, data.data_ptr(), data.numel()))
+
+        matrix(GLOBAL, DraftMatrix.CONTEXT, tensors["context_proj.weight"])
+        matrix(GLOBAL, DraftMatrix.HEAD, lm_head)
+        vector(GLOBAL, DraftVector.CONTEXT_NORM, tensors["context_norm.weight"])
+        vector(GLOBAL, DraftVector.FINAL_NORM, tensors["final_norm.weight"])
+        vector(GLOBAL, DraftVector.FREQUENCY, frequencies(config.rope))
+        matrix(GLOBAL, DraftMatrix.MARKOV_OUT, tensors["markov_head.markov_w2.weight"])
+        vector(GLOBAL, DraftVector.MARKOV_IN, tensors["markov_head.markov_w1.weight"])
+        if config.confidence:
+            vector(GLOBAL, DraftVector.CONFIDENCE, tensors["confidence_head.proj.weight"])
+            vector(GLOBAL, DraftVector.CONFIDENCE_BIAS, tensors["confidence_head.proj.bias"])
+        for layer in range(config.layers):
+            own = {n.removeprefix(f"layers.{layer}."): t for n, t in tensors.items()}
+            vector(layer, DraftVector.IN_NORM, own["input_layernorm.weight"])
+            vector(layer, DraftVector.POST_NORM, own["post_attention_layernorm.weight"])
+            vector(layer, DraftVector.QA_NORM, own["self_attn.q_a_layernorm.weight"])
+            vector(layer, DraftVector.ROW_NORM, own["self_attn.kv_a_layernorm.weight"])
+            matrix(layer, DraftMatrix.Q_A, own["self_attn.q_a_proj.weight"])
+            matrix(layer, DraftMatrix.Q_B, own["self_attn.q_b_proj.weight"])
+            matrix(layer, DraftMatrix.ROWS, own["self_attn.kv_a_proj_with_mqa.weight"])
+            for head in torch.split(own["self_attn.kv_b_proj.weight"], config.nope + config.v_dim):
+                matrix(layer, DraftMatrix.KEY_UP, head[: config.nope].T)
+                matrix(layer, DraftMatrix.VALUE_UP, head[config.nope :])
+            matrix(layer, DraftMatrix.OUT, own["self_attn.o_proj.weight"])
+            gate, up = own["mlp.gate_proj.weight"], own["mlp.up_proj.weight"]
+            matrix(layer, DraftMatrix.MLP_IN, gate, up, join=Join.GLU)
+            matrix(layer, DraftMatrix.MLP_OUT, own["mlp.down_proj.weight"])
+
+
+def _tables(tables: Sequence[Sequence[int]]) -> tuple[array[int], array[int]]:
+    """All block tables in a row, and the length of each."""
+    blocks = array("i")
+    for table in tables:
+        blocks.extend(table)
+    return blocks, array("i", [len(table) for table in tables])
+
+
+def _shape(config: DrafterConfig, layout: PoolLayout) -> DraftShape:
+    return DraftShape(
+        vocab=config.vocab, hidden=config.hidden, inter=config.intermediate, layers=config.layers, heads=config.heads,
+        taps=len(config.target_layers), q_lora=config.q_lora, kv_lora=config.kv_lora, nope=config.nope,
+        rope=config.rope.dim, v_dim=config.v_dim, markov_rank=config.markov_rank, confidence=config.confidence,
+        confidence_markov=config.confidence and config.confidence_sees_markov, mask_id=config.mask_id,
+        eps=config.eps, embedding_scale=config.embedding_scale,
+        score_scale=attention_scale(config.rope, config.nope + config.rope.dim), amplitude=amplitude(config.rope),
+        mla_width=layout.mla_floats // layout.block_tokens,
+    )  # fmt: skip
