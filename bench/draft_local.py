@@ -54,12 +54,10 @@ class Costs(NullObserver):
         """Milliseconds a step, medians; `other_ms` is what no part accounts for."""
         found: dict[str, Any] = {}
         for kind, reports in self.steps.items():
-            medians = {
-                name[:-2] + "_ms": statistics.median(getattr(r, name) for r in reports) * 1e3 for name in COSTS
-            }
-            parts = sum(medians[name] for name in ("draft_ms", "rows_ms", "forward_ms", "sample_ms"))
-            medians["other_ms"] = medians["total_ms"] - parts
-            found[kind] = {f"{name}_ms": round(value, 4) for name, value in medians.items()} | {
+            parts = {name: [getattr(report, f"{name}_s") for report in reports] for name in COSTS}
+            known = zip(*(parts[name] for name in PARTS), strict=True)
+            parts["other"] = [total - sum(times) for total, times in zip(parts["total"], known, strict=True)]
+            found[kind] = {f"{name}_ms": round(statistics.median(v) * 1e3, 4) for name, v in parts.items()} | {
                 "steps": len(reports),
                 "tokens_in_pass": round(statistics.mean(r.num_decode_tokens for r in reports), 2),
             }
