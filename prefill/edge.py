@@ -47,8 +47,10 @@ class PrefillEdge(worker_pb2_grpc.PrefillWorkerServicer):
         peer: common_pb2.Peer,
         address: str,
         part_bytes: int = PART_BYTES,
+        drafter: str = "",
     ) -> None:
         self.table = table
+        self._drafter = drafter
         self._prompts, self._gate, self._metrics = prompts, gate, metrics
         self._max_context = max_context
         self._fingerprint, self._layout = fingerprint_to_wire(fingerprint), layout_to_wire(layout)
@@ -160,6 +162,8 @@ class PrefillEdge(worker_pb2_grpc.PrefillWorkerServicer):
             source_address=self._address,
             fence=lease.fence,
             lease_ms=lease.lease_ms,
+            drafter=self._drafter,
+            draft_first=self._prompts.draft_first(run.holding),
         )
         handoff.publish(manifest, held_blocks=first)
 
@@ -202,6 +206,7 @@ class PrefillEdge(worker_pb2_grpc.PrefillWorkerServicer):
             layout=self._layout,
             split=self._split,
             prompt_tokens=prompt_tokens,
+            drafter=self._drafter,
         )
 
     def _expire(self, now: int) -> None:

@@ -78,6 +78,7 @@ async def assemble(worker: Worker) -> PrefillService:
         peer=cache.peer,
         address=worker.address,
         part_bytes=settings.part_bytes,
+        drafter=worker.model.drafter_id,
     )
     return PrefillService(edge, prompts, cache)
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, Final, Protocol
 
 from engine.worker.memory import Announcer, Extent
 from moonrelay.stubs.v1 import common_pb2, worker_pb2
+
+NO_DRAFTS: Final[Mapping[int, common_pb2.Span]] = MappingProxyType({})
 
 
 class Landing(Protocol):
@@ -19,13 +22,17 @@ class Landing(Protocol):
 
 
 class Restored(Protocol):
-    """What the cache gave, and each restored block's checksum where it has one."""
+    """What the cache gave, and each restored block's checksum (of the target's rows) where it has one. All tokens of
+    the hit from `draft_first` on came with the drafter's rows; where none did it is the hit's end."""
 
     @property
     def usage(self) -> common_pb2.CacheUsage: ...
 
     @property
     def xxh3(self) -> Sequence[int | None]: ...
+
+    @property
+    def draft_first(self) -> int: ...
 
 
 class PromptCache(Announcer, Protocol):
@@ -47,8 +54,14 @@ class PromptCache(Announcer, Protocol):
         rows: Sequence[Extent],
         state: Extent,
         landing: Any,
+        *,
+        drafter: str = "",
+        drafts: Sequence[Extent] = (),
     ) -> Restored:
-        """All of the hit, or of a shallower alternative, or nothing; what is missing is in `usage.lost`, with why."""
+        """All of the hit, or of a shallower alternative, or nothing; what is missing is in `usage.lost`, with why.
+
+        `rows` and `drafts` have one extent a block: of the target's rows, and of `drafter`'s where there is one.
+        """
         ...
 
     async def store(
@@ -58,6 +71,11 @@ class PromptCache(Announcer, Protocol):
         hashes: Sequence[bytes],
         blocks: Sequence[tuple[int, common_pb2.Span]],
         snapshots: Sequence[tuple[int, Sequence[common_pb2.Span]]],
+        *,
+        drafter: str = "",
+        drafts: Mapping[int, common_pb2.Span] = NO_DRAFTS,
     ) -> None:
-        """Returns when nobody reads the memory any more, or what is read late no longer counts."""
+        """`drafts`: the rows of `drafter` by the block's index.
+
+        Returns when nobody reads the memory any more, or what is read late no longer counts."""
         ...

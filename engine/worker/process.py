@@ -137,6 +137,7 @@ def build_prompts(worker: Worker, cache: PromptCache) -> PromptRunner:
         admission_wait_ms=settings.admission_wait_ms,
         publish_inflight_max=settings.publish_inflight_max,
         snapshot_dtype=settings.snapshot_dtype,
+        drafter=worker.model.drafter_id,
     )
 
 
@@ -237,7 +238,7 @@ class Process:
     async def _start_engine(self) -> tuple[Engine, Memory, WorkerMetrics]:
         loop, settings = asyncio.get_running_loop(), self.settings
         metrics = WorkerMetrics(self.source, self.model.name)
-        engine = Engine(self.model.backend, settings.engine(), observer=metrics)
+        engine = Engine(self.model.backend, settings.engine(), drafter=self.model.drafter, observer=metrics)
         memory = Memory(engine, waiting_max=settings.queue_len_max, kept_share=settings.device_share)
         metrics.watch(memory.stats, lambda: memory.num_waiting, settings.block_tokens)
         metrics.on_memory_freed = lambda: loop.call_soon_threadsafe(memory.serve_waiting)
@@ -252,6 +253,7 @@ class Process:
             grpc_address=worker.address,
             fingerprint=self.model.fingerprint,
             layout=asdict(self.model.layout),
+            drafter=self.model.drafter_id,
             peer=service.peer.SerializeToString(),
             model=self.model.name,
             max_context=self.model.max_context,

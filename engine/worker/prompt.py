@@ -35,10 +35,14 @@ MakeSpan = Callable[[int, int, int], common_pb2.Span]  # pool, offset, length
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Restored:
-    """What a prompt need not compute, and the checksums of its blocks where a transfer or an owner has made them."""
+    """What a prompt need not compute, and the checksums of its blocks where a transfer or an owner has made them.
+
+    `draft_first`: the drafter's rows are there from this token on, to the end of what was restored.
+    """
 
     usage: common_pb2.CacheUsage = field(default_factory=common_pb2.CacheUsage)
     xxh3: Sequence[int | None] = ()
+    draft_first: int = 0
 
 
 class PromptRun:
@@ -46,6 +50,7 @@ class PromptRun:
 
     def __init__(self, runner: PromptRunner, prompt: Prompt, holding: Holding, restored: Restored) -> None:
         self.prompt, self.holding, self.restored = prompt, holding, restored.usage
+        self.draft_first = restored.draft_first if runner.drafter else 0
         self.began_s = time.monotonic()
         self.turn = runner.turn(prompt.request_id, holding, prompt.turn)
         for index in range(restored.usage.cached_tokens // runner.block_tokens):
@@ -67,6 +72,7 @@ class PromptRun:
         usage, hit = common_pb2.CacheUsage(), self.prompt.hit
         usage.CopyFrom(self.restored)
         usage.matchable_tokens = hit.matchable_tokens if hit is not None else 0
+        usage.drafter_cold = self.draft_first
         usage.miss_reason = miss_reason(len(self.prompt.ids), self._runner.block_tokens, usage)
         return usage
 
@@ -77,6 +83,7 @@ class PromptRun:
             ids=self.prompt.ids[restored:],
             sampling=self.prompt.sampling,
             restored=restored,
+            draft_first=self.draft_first,
             hold_after_first=hold_after_first,
             snapshot_at=self._cuts(restored),
             write_back=self.turn.prompt is not None,
@@ -112,8 +119,10 @@ class PromptRunner:
         admission_wait_ms: int,
         publish_inflight_max: int,
         snapshot_dtype: SnapshotDtype = "fp32",
+        drafter: str = "",
     ) -> None:
         self.engine, self.memory, self.metrics = engine, memory, metrics
+        self.drafter = drafter  # whose rows the blocks hold beside the target's; empty: nobody's
         self.block_tokens = engine.settings.block_tokens
         self.form = SnapshotForm(engine.state, engine.pools.layout, snapshot_dtype)
         self.num_background = 0  # publishes and quarantines
@@ -154,10 +163,22 @@ class PromptRunner:
         taken = run.turn.take_snapshots()
         if prompt.store:
             new = first < full or bool(taken)
-            offer = Bundle(hit=prompt.hit, root=prompt.root, hashes=prompt.hashes, first=first, end=full, publish=new)
+            offer = Bundle(
+                hit=prompt.hit,
+                root=prompt.root,
+                hashes=prompt.hashes,
+                first=first,
+                end=full,
+                publish=new,
+                drafted_from=-(-self.draft_first(run.holding) // self.block_tokens),
+            )
             self.spawn(self._background(self._offer(offer, run.turn.sums, taken, run.holding.share())))
         else:
             self._drop(taken)
+
+    def draft_first(self, holding: Holding) -> int:
+        """The first token from which on the drafter's rows of a computed prompt are there; 0 without a drafter."""
+        return self.engine.draft_first(holding.reservation) or 0
 
     def write_back(self, turn: Turn) -> asyncio.Task[None]:
         """Offer what a turn adds to its prompt, once the engine has ended it, beside everything else."""
@@ -210,10 +231,13 @@ class PromptRunner:
         if self._cache is None:
             return holding, Restored(usage=common_pb2.CacheUsage(miss_reason=common_pb2.MISS_REASON_TIER_ERROR))
         landing, restored = self._cache.landing(), None
-        rows, state = holding.rows(0, hit_blocks), self.form.extent(holding.reservation.slot)
+        rows, state = holding.target_rows(0, hit_blocks), self.form.extent(holding.reservation.slot)
+        drafts = holding.draft_rows(0, hit_blocks) if self.drafter else ()
         try:
             with self.metrics.fetch_seconds.time():
-                restored = await self._cache.restore(prompt.hit, prompt.root, prompt.hashes, rows, state, landing)
+                restored = await self._cache.restore(
+                    prompt.hit, prompt.root, prompt.hashes, rows, state, landing, drafter=self.drafter, drafts=drafts
+                )
         finally:
             pending = landing.pending
             if pending:
@@ -224,7 +248,8 @@ class PromptRunner:
             return await self._fall_back(None if pending else holding, want, restored.usage, deadline_s)
         if not self.form.exact:
             await self._beside(holding, lambda: self.form.decode(holding.reservation.slot))
-        return holding, Restored(usage=restored.usage, xxh3=restored.xxh3)
+        sums = () if drafts else restored.xxh3  # the cache's are of the target's rows alone
+        return holding, Restored(usage=restored.usage, xxh3=sums, draft_first=restored.draft_first)
 
     async def _fall_back(
         self, holding: Holding | None, want: Want, failed: common_pb2.CacheUsage, deadline_s: float
@@ -251,7 +276,8 @@ class PromptRunner:
             then=lambda: self.memory.untake(holding),
         )
         tokens = len(found.blocks) * self.block_tokens
-        return Restored(usage=common_pb2.CacheUsage(cached_tokens=tokens, cached_device=tokens), xxh3=found.xxh3)
+        usage = common_pb2.CacheUsage(cached_tokens=tokens, cached_device=tokens)
+        return Restored(usage=usage, xxh3=found.xxh3, draft_first=found.drafted_from * self.block_tokens)
 
     async def _beside(
         self, holding: Holding, work: Callable[[], None], then: Callable[[], None] = lambda: None
@@ -289,7 +315,8 @@ class PromptRunner:
                 for _, slot in depths:
                     await asyncio.get_running_loop().run_in_executor(self._hasher, self.form.encode, slot)
             known = [sums.known(index) for index in range(bundle.end)]
-            self.memory.keep(holding, bundle.root, bundle.hashes[: bundle.end], known, depths)
+            kept = bundle.hashes[: bundle.end]
+            self.memory.keep(holding, bundle.root, kept, known, depths, bundle.drafted_from)
             if self._cache is None or not bundle.publish:
                 return
             if self._publishing >= self._publish_inflight_max:
@@ -307,11 +334,11 @@ class PromptRunner:
     async def _publish(
         self, cache: PromptCache, bundle: Bundle, sums: BlockSums, snapshots: Sequence[tuple[int, int]]
     ) -> None:
-        blocks = list(zip(range(bundle.first, bundle.end), await sums.spans(bundle.first, bundle.end), strict=True))
-        for index, span in blocks:
+        blocks, drafts = await sums.parts(bundle.first, bundle.end, bundle.drafted_from)
+        for index, span in blocks if not self.memory.draft_bytes else ():  # else the sums are of a part of the block
             self.memory.bundles.learn(bundle.hashes[index], span.xxh3)
         states = [(depth, await self.checked(self.form.parts(slot))) for depth, slot in snapshots]
-        await cache.store(bundle.hit, bundle.root, bundle.hashes, blocks, states)
+        await cache.store(bundle.hit, bundle.root, bundle.hashes, blocks, states, drafter=self.drafter, drafts=drafts)
 
     def _drop(self, taken: Sequence[SnapshotTaken]) -> None:
         for snapshot in taken:

@@ -14,8 +14,9 @@ from cachestore.arena import Arena
 from cachestore.index import CacheIndex, Match
 from cachestore.node.core import NodeCore
 from cachestore.node.edge import CacheNodeEdge
-from cachestore.node.intake import ARENA_POOL, Identity, Intake
+from cachestore.node.intake import Identity, Intake
 from cachestore.node.metrics import NodeMetrics
+from cachestore.spans import ARENA_POOL
 from cachestore.transports import MemoryFabric, TransportSet
 from moonrelay.membership import Member
 from moonrelay.prefix import prefix_hashes
