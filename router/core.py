@@ -235,7 +235,8 @@ class CacheAccount:
     """What the cache gave a prompt and where the rest went. cached + lost = prompt tokens.
 
     `matchable_tokens`: how deep blocks are, snapshot or not; `possible_tokens`: how deep they are or were known, as
-    an unlimited cache on the same grid would still have them. cached <= matchable <= possible.
+    an unlimited cache on the same grid would still have them. cached <= matchable <= possible. `drafter_cold`: of the
+    cached ones, those before which the drafter sees nothing.
     """
 
     prompt_tokens: int
@@ -244,6 +245,7 @@ class CacheAccount:
     possible_tokens: int
     by_tier: tuple[tuple[str, int], ...]
     lost: tuple[tuple[str, int], ...]
+    drafter_cold: int = 0
 
     @property
     def miss_reason(self) -> str | None:
@@ -260,6 +262,7 @@ def account(
     index_lost: Sequence[tuple[str, int]],
     restored: Mapping[str, int],
     worker_reason: str | None,
+    drafter_cold: int = 0,
 ) -> CacheAccount:
     """Join the index's answer with what the worker really restored (tier to tokens).
 
@@ -286,4 +289,5 @@ def account(
         possible_tokens=max(seen_tokens, matchable_tokens, cached),
         by_tier=tuple(restored.items()),
         lost=tuple(lost),
+        drafter_cold=min(drafter_cold, cached),
     )

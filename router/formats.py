@@ -55,6 +55,7 @@ def usage_body(result: Result, call: Call) -> dict[str, Any]:
             "cached_tokens_by_tier": dict(account.by_tier),
             "matchable_tokens": account.matchable_tokens,
             "miss_reason": account.miss_reason,
+            "drafter_cold": account.drafter_cold,
         },
         "completion_tokens_details": {"reasoning_tokens": result.reasoning_tokens},
     }

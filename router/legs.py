@@ -166,6 +166,7 @@ class Legs:
             sampling=leg.sampling,
             opened=await handover.opened,
             writeback=turn_writeback(turn, leg.lookup) if leg.lookup.writeback else None,
+            tenant=turn.call.tenant,
         )
         began = time.perf_counter()
 
@@ -176,6 +177,7 @@ class Legs:
                         await handover.first_taken.wait()
                     await turn.take(event.tokens.tokens)
                 case "finished":
+                    turn.served.note_draft(event.finished.draft)
                     turn.end(event.finished.reason)
                     return True
                 case "adopted":
@@ -208,6 +210,7 @@ class Legs:
                     await turn.take(event.tokens.tokens)
                 case "finished":
                     self._settle_cache(turn, leg.lookup, event.cache)  # a worker that did not say: nothing was cached
+                    turn.served.note_draft(event.finished.draft)
                     turn.end(event.finished.reason)
                     return True
             return False
@@ -261,6 +264,7 @@ class Legs:
             index_lost=lookup.match.lost,
             restored=restored,
             worker_reason=miss_reason_name(cache.miss_reason),
+            drafter_cold=cache.drafter_cold,
         )
         self._metrics.prompt_tokens.inc(lookup.prompt_tokens)
         self._metrics.count_cache(turn.account)
@@ -289,6 +293,7 @@ def prefill_request(turn: Turn, leg: Leg) -> worker_pb2.PrefillRequest:
         hit=lookup.match.hit,
         snapshot_at=lookup.snapshot_at,
         store=lookup.store,
+        tenant=turn.call.tenant,
     )
 
 

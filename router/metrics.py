@@ -103,6 +103,7 @@ class RouterMetrics:
         self.cache_hit = {tier: hit.labels(tier) for tier in TIERS}
         self.cache_matchable = counter("cache_matchable_tokens", "As deep as blocks were held, snapshot or not.")
         self.cache_possible = counter("cache_possible_tokens", "What an unlimited cache would have saved.")
+        self.cache_drafter_cold = counter("cache_drafter_cold_tokens", "Of the hit, what the drafter does not see.")
         lost = counter("cache_lost_tokens", "Prompt tokens that had to be computed, by why.", "reason")
         self.cache_lost = {reason: lost.labels(reason) for reason in LOST_REASONS}
         self.handoff_tokens = counter("handoff_prompt_tokens", "Prompt tokens that decode adopted.")
@@ -114,5 +115,6 @@ class RouterMetrics:
             self.cache_hit[tier].inc(tokens)
         self.cache_matchable.inc(account.matchable_tokens)
         self.cache_possible.inc(account.possible_tokens)
+        self.cache_drafter_cold.inc(account.drafter_cold)
         for reason, tokens in account.lost:
             self.cache_lost[reason].inc(tokens)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Final, Literal, Protocol
 
 from moonrelay.errors import ServeError
-from moonrelay.stubs.v1 import common_pb2
+from moonrelay.stubs.v1 import common_pb2, worker_pb2
 from router.core import CacheAccount, WorkerKey
 from router.edge import WorkerLost
 from router.metrics import RouterMetrics
@@ -68,7 +68,24 @@ class Served:
     prefill_seconds: float = 0.0
     queue_seconds: float = 0.0
     first_token_seconds: float = 0.0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0  # of the drafted ones
+    verify_steps: int = 0
+    plain_steps: int = 0  # decode steps without a draft
+    draft_seconds: float = 0.0
+    draft_verify_seconds: float = 0.0
+    draft_saved_seconds: float = 0.0  # estimated, against stepping
     retries: int = 0
+
+    def note_draft(self, draft: worker_pb2.DraftUsage) -> None:
+        """What drafting did on one worker; nothing where it has no drafter."""
+        self.drafted_tokens += draft.drafted_tokens
+        self.accepted_tokens += draft.accepted_tokens
+        self.verify_steps += draft.verify_steps
+        self.plain_steps += draft.plain_steps
+        self.draft_seconds += draft.draft_seconds
+        self.draft_verify_seconds += draft.verify_seconds
+        self.draft_saved_seconds += draft.saved_seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,6 +115,10 @@ def log_fields(result: Result) -> dict[str, Any]:
         "matchable_tokens": account.matchable_tokens,
         "possible_tokens": account.possible_tokens,
         "miss_reason": account.miss_reason,
+        "drafter_cold": account.drafter_cold,
+        "drafted_tokens": served.drafted_tokens,
+        "accepted_tokens": served.accepted_tokens,
+        "verify_steps": served.verify_steps,
         "lost": account.lost,
         "held_tokens": served.held_tokens,
         "recalled_tokens": result.recalled_tokens,

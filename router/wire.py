@@ -52,6 +52,7 @@ def cache_proto(account: CacheAccount) -> common_pb2.CacheUsage:
         miss_reason=_reason_proto(account.miss_reason),
         lost=[common_pb2.LostTokens(reason=_reason_proto(why), tokens=tokens) for why, tokens in account.lost],
         seen_tokens=account.possible_tokens,
+        drafter_cold=account.drafter_cold,
     )
 
 

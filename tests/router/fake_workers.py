@@ -106,6 +106,7 @@ class FakeWorker:
     withdrawn: bool = False  # decode: is told by prefill that there is nothing to adopt
     late_handoff: asyncio.Event | None = None  # prefill: its last event waits for it
     cache: common_pb2.CacheUsage = field(default_factory=common_pb2.CacheUsage)
+    draft: worker_pb2.DraftUsage = field(default_factory=worker_pb2.DraftUsage)
 
     def __post_init__(self) -> None:
         self.go_on = asyncio.Event()
@@ -277,7 +278,7 @@ class FakeDecode(worker_pb2_grpc.DecodeWorkerServicer):
         finally:
             worker.reservations.discard(request.reservation_id)
             worker.noted()
-        finished = worker_pb2.Finished(reason=reason, completion_tokens=len(ids))
+        finished = worker_pb2.Finished(reason=reason, completion_tokens=len(ids), draft=worker.draft)
         yield worker_pb2.DecodeEvent(finished=finished)
 
     async def Generate(self, request, context):
@@ -293,5 +294,5 @@ class FakeDecode(worker_pb2_grpc.DecodeWorkerServicer):
             raise
         finally:
             worker.noted()
-        finished = worker_pb2.Finished(reason=reason, completion_tokens=len(ids))
+        finished = worker_pb2.Finished(reason=reason, completion_tokens=len(ids), draft=worker.draft)
         yield worker_pb2.DecodeEvent(finished=finished)

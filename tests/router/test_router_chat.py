@@ -9,7 +9,7 @@ from fake_workers import TOKENIZER, chat_ids
 from router_fakes import Cluster, chat_request, cluster, completion_request, in_loop
 
 from model.renderer import encode, render
-from moonrelay.stubs.v1 import common_pb2
+from moonrelay.stubs.v1 import common_pb2, worker_pb2
 
 THINK = {"chat_template_kwargs": {"thinking": True}}
 TOOL = {"type": "function", "function": {"name": "grep", "parameters": {"type": "object"}}}
@@ -284,12 +284,19 @@ async def _cached(c: Cluster, **cache: int) -> dict:
 @in_loop
 async def test_usage_says_what_the_cache_gave_and_who_served(roles):
     async with cluster(roles) as c:
-        usage = await _cached(c, cached_tokens=128, cached_remote=128, miss_reason=common_pb2.MISS_REASON_COLD)
+        for worker in c.workers.values():
+            worker.draft = worker_pb2.DraftUsage(
+                drafted_tokens=9, accepted_tokens=5, verify_steps=3, saved_seconds=0.5
+            )
+        usage = await _cached(
+            c, cached_tokens=128, cached_remote=128, miss_reason=common_pb2.MISS_REASON_COLD, drafter_cold=64
+        )
         assert usage["prompt_tokens_details"] == {
             "cached_tokens": 128,
             "cached_tokens_by_tier": {"device": 0, "host": 0, "disk": 0, "remote": 128},
             "matchable_tokens": 192,
             "miss_reason": "no_snapshot",
+            "drafter_cold": 64,
         }
         served = usage["moonrelay"]
         assert served["decode"] == f"{roles[-1]}-0" and served["retries"] == 0
@@ -300,6 +307,8 @@ async def test_usage_says_what_the_cache_gave_and_who_served(roles):
         assert request.hit.tokens == 128 and list(request.snapshot_at) == [256]
         assert served["possible_tokens"] == 256 and served["lost"] == [{"reason": "no_snapshot", "tokens": 172}]
         assert served["first_token_seconds"] > 0 and served["recalled_tokens"] == 0
+        drafted = [served[name] for name in ("drafted_tokens", "accepted_tokens", "verify_steps")]
+        assert drafted == [9, 5, 3] and served["draft_saved_seconds"] == 0.5
 
         usage = await _cached(c, miss_reason=common_pb2.MISS_REASON_STALE_INDEX)
         details = usage["prompt_tokens_details"]

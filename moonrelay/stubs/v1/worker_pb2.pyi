@@ -342,15 +342,19 @@ class Finished(_message.Message):
     def __init__(self, reason: _Optional[_Union[_common_pb2.FinishReason, str]] = ..., completion_tokens: _Optional[int] = ..., draft: _Optional[_Union[DraftUsage, _Mapping]] = ...) -> None: ...
 
 class DraftUsage(_message.Message):
-    __slots__ = ("drafted_tokens", "accepted_tokens", "verify_steps", "plain_steps", "saved_seconds")
+    __slots__ = ("drafted_tokens", "accepted_tokens", "verify_steps", "plain_steps", "saved_seconds", "draft_seconds", "verify_seconds")
     DRAFTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     ACCEPTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     VERIFY_STEPS_FIELD_NUMBER: _ClassVar[int]
     PLAIN_STEPS_FIELD_NUMBER: _ClassVar[int]
     SAVED_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    VERIFY_SECONDS_FIELD_NUMBER: _ClassVar[int]
     drafted_tokens: int
     accepted_tokens: int
     verify_steps: int
     plain_steps: int
     saved_seconds: float
-    def __init__(self, drafted_tokens: _Optional[int] = ..., accepted_tokens: _Optional[int] = ..., verify_steps: _Optional[int] = ..., plain_steps: _Optional[int] = ..., saved_seconds: _Optional[float] = ...) -> None: ...
+    draft_seconds: float
+    verify_seconds: float
+    def __init__(self, drafted_tokens: _Optional[int] = ..., accepted_tokens: _Optional[int] = ..., verify_steps: _Optional[int] = ..., plain_steps: _Optional[int] = ..., saved_seconds: _Optional[float] = ..., draft_seconds: _Optional[float] = ..., verify_seconds: _Optional[float] = ...) -> None: ...
