@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -12,6 +13,7 @@ from cachestore import index_memory, planner, retention
 from cachestore.node.allocator import Extent, PageAllocator
 from cachestore.node.core import NodeCore
 from cachestore.node.leases import Leases
+from cachestore.node.states import State
 from cachestore.retention import Retention
 from router import core as router_core
 from sim import adapters
@@ -93,6 +95,41 @@ def parents_go_first() -> Iterator[None]:
         return kept.shown and not kept.pins
 
     with patched(Retention, "_may_go", may_go):
+        yield
+
+
+@planted("orphans", seeds=300, fault=Fault(kind="stop", role="cachestore", phase="publishing", lasts_ms=150))
+@contextmanager
+def the_leaving_joined() -> Iterator[None]:
+    """What is on its way out counts as on its way in: a publish has others come to rest on it."""
+    real = NodeCore.admit
+
+    def admit(self: NodeCore, offers: Any) -> Any:
+        going = [entry for entry in self._entries.values() if entry.state is State.LEAVING]
+        for entry in going:
+            entry.state = State.LANDING
+        found = real(self, offers)
+        for entry in going:
+            entry.state = State.LEAVING
+        return found
+
+    with patched(NodeCore, "admit", admit):
+        yield
+
+
+@planted("orphans", seeds=300, fault=Fault(kind="stop", role="redis", phase="evicting", lasts_ms=800))
+@contextmanager
+def the_leaving_forgotten() -> Iterator[None]:
+    """A block leaves before what rested on it has left, which then comes back: the index could not be told."""
+    real = NodeCore.victims
+
+    def victims(self: NodeCore, *args: Any) -> Any:
+        before, self._leaving = self._leaving, Counter()
+        found = real(self, *args)
+        self._leaving += before
+        return found
+
+    with patched(NodeCore, "victims", victims):
         yield
 
 
