@@ -189,7 +189,11 @@ class Turn:
         return f"{self.call.request_id}.{secrets.token_hex(6)}"
 
     def sampling(self) -> common_pb2.Sampling:
-        """Random numbers depend on seed, choice and position alone, so a replay draws what was drawn before."""
+        """Random numbers depend on seed, choice and position alone, so a replay draws what was drawn before.
+
+        Where drafts are drawn too that holds only for a `reproducible` request: one whose client named the seed. A
+        replay has to go on from tokens that were sent, and is made one, for it may meet other drafts.
+        """
         request = self.request
         return common_pb2.Sampling(
             temperature=request.temperature,
@@ -199,6 +203,7 @@ class Turn:
             max_tokens=self.remaining,
             stop_token_ids=self._stop_ids,
             top_logprobs=request.top_logprobs,
+            reproducible=request.seed is not None or bool(self.generated),
         )
 
     async def take(self, tokens: Sequence[common_pb2.Token]) -> None:

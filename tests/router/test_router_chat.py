@@ -86,6 +86,17 @@ async def test_seeds_are_drawn_where_none_is_given_and_tenants_get_their_own_roo
         assert len({request.sampling.seed for request in asked}) == 3
         assert asked[0].root == asked[1].root != asked[2].root
         assert len({request.request_id for request in asked}) == 3
+        assert [request.tenant for request in asked] == ["", "", "a"]
+
+
+@in_loop
+async def test_only_a_seed_that_the_client_names_must_draw_the_same_with_drafts():
+    async with cluster() as c:
+        for named in ({}, {"seed": 0}):
+            await c.post("/v1/chat/completions", chat_request(**named))
+        workers = (("prefill-0", "Prefill"), ("decode-0", "Adopt"))
+        asked = [[r.sampling.reproducible for r in c.workers[name].requests(method)] for name, method in workers]
+        assert asked == [[False, True], [False, True]]
 
 
 @pytest.mark.parametrize("roles", PATHS, ids=str)
