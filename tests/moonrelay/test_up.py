@@ -67,3 +67,16 @@ def test_each_cache_node_has_a_folder_of_its_own(tmp_path: Path, monkeypatch: py
     supervisor.nursery.close()
     with pytest.raises(SettingsError, match="disk_dir, disk_bytes"):
         UpSettings(model=str(tmp_path), disk_dir=str(tmp_path))
+
+
+def test_workers_draft_unless_told_not_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOONRELAY_CACHE_DIR", str(tmp_path / "cache"))
+    (tmp_path / "config.json").write_text("{}")
+    for draft in (True, False):
+        supervisor = Supervisor(UpSettings(model=str(tmp_path), draft=draft))
+        try:
+            told = {s.name: "--drafter off" in " ".join(s.args) for s in supervisor._role_services()}
+        finally:
+            supervisor.nursery.close()
+        workers = {"prefill-0": not draft, "decode-0": not draft}
+        assert told == workers | {"router-0": False, "cachestore-0": False}

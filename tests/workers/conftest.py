@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
 from engine.engine import Engine
 from engine.settings import EngineSettings
-from model.backend import load_backend
+from model.backend import load_backend, load_draft_model
 from model.batch import Backend
 from moonrelay.valkey import LocalValkey, start_local_valkey
 from tests.golden import golden_dir
@@ -21,11 +22,22 @@ def backend() -> Backend:
 
 @pytest.fixture
 def make_engine(backend: Backend) -> Iterator[Callable[..., Engine]]:
-    """Engines with the settings a test names, stopped at its end; `start=False` leaves the thread out."""
+    """Engines with the settings a test names, stopped at its end; `start=False` leaves the thread out.
+
+    `native`: on a native backend of their own, with the drafter in the folder `drafter` if there is one.
+    """
     made: list[Engine] = []
 
-    def make(*, start: bool = True, observer=None, **settings: int) -> Engine:
-        engine = Engine(backend, EngineSettings(**{"num_blocks": 32, "num_slots": 8, **settings}), observer=observer)
+    def make(
+        *, start: bool = True, observer=None, native: bool = False, drafter: Path | None = None, **settings: int
+    ) -> Engine:
+        own, draft_model = backend, None
+        if native:
+            own = load_backend(golden_dir("k3_tiny_smooth"), kind="native", threads=1, numerics="invariant")
+        if drafter is not None:
+            draft_model = load_draft_model(drafter, own, kind="auto", threads=1, target_revision="w")
+        chosen = EngineSettings(**{"num_blocks": 32, "num_slots": 8, **settings})
+        engine = Engine(own, chosen, drafter=draft_model, observer=observer)
         if start:
             engine.start()
         made.append(engine)

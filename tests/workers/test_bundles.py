@@ -165,3 +165,15 @@ def test_a_chain_is_kept_only_where_it_goes_on():
     with pytest.raises(InvariantError):
         book.keep(ROOT, hashes_of("abc"), 0, [(3, None), (4, None), (5, None)])
     assert not book.keep_snapshot(b"abd", 1)
+
+
+def test_drafter_rows_are_known_block_by_block():
+    book = Bundles(blocks_max=8, slots_max=2)
+    hashes = hashes_of("abcd")
+    book.keep(b"r", hashes[:3], 0, [(0, None), (1, None), (2, None)], drafted_from=2)
+    assert book.find(hashes, state=False).drafted_from == 2
+    assert book.find(hashes[:2], state=False).drafted_from == 2  # of two none has them
+    book.keep(b"r", hashes, 3, [(3, None)], drafted_from=0)
+    assert book.find(hashes, state=False).drafted_from == 2
+    book.keep(b"r", hashes_of("xy"), 0, [(4, None), (5, None)])
+    assert book.find(hashes_of("xy"), state=False).drafted_from == 0

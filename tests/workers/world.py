@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import grpc
 import pytest
@@ -60,6 +61,10 @@ class Half:
     address: str
     fatal: list[BaseException] = field(default_factory=list)
 
+    @property
+    def drafter(self) -> str:
+        return self.engine.drafter.drafter_id if self.engine.drafter is not None else ""
+
     def value(self, name: str, **labels: str) -> float:
         return self.metrics.registry.get_sample_value(name, labels) or 0.0
 
@@ -102,21 +107,24 @@ class World:
         self.snapshot_dtype = "fp32"
         self.part_bytes = PART_BYTES
         self.tier: HeldBlocks | None = None  # what decode has kept; set before `start`
+        self.drafters: dict[str, Path | None] = {}  # by worker, with native backends; empty: the torch backend, none
         self.caches: list[WorkerCache] = []
 
     async def start(self, transport: str, **settings: int) -> None:
-        self.identity = Identity(
-            fingerprint=FINGERPRINT, layout=self._backend.layout(64), vocab_size=self._backend.config.vocab_size
-        )
         self.prefill = await self._half("prefill", "prefill-0", transport, settings)
         table = HandoffTable(self.timing)
         self.owner = PrefillEdge(
             self.prefill.prompts, table, self.prefill.gate, HandoffMetrics(self.prefill.metrics, table),
-            fingerprint=FINGERPRINT, layout=self.identity.layout, max_context=4096,
+            fingerprint=FINGERPRINT, layout=self.prefill.engine.pools.layout, max_context=4096,
             peer=self.prefill.transports.peer(), address=self.prefill.address, part_bytes=self.part_bytes,
+            drafter=self.prefill.drafter,
         )  # fmt: skip
         worker_pb2_grpc.add_PrefillWorkerServicer_to_server(self.owner, self.prefill.server.grpc)
         self.decode = await self._half("decode", "decode-0", transport, settings)
+        self.identity = Identity(
+            fingerprint=FINGERPRINT, layout=self.decode.engine.pools.layout,
+            vocab_size=self._backend.config.vocab_size, drafter=self.decode.drafter,
+        )  # fmt: skip
         readers = ReaderTable()
         metrics = ReaderMetrics(self.decode.metrics, readers)
         self.owners = Owners(self.spawn, metrics)
@@ -173,7 +181,8 @@ class World:
     async def _half(self, source, instance_id: str, transport: str, settings: dict[str, int]) -> Half:
         loop = asyncio.get_running_loop()
         metrics = WorkerMetrics(source, "tiny")
-        engine = self._make_engine(observer=metrics, **settings)
+        drafts = {"native": True, "drafter": self.drafters.get(source)} if self.drafters else {}
+        engine = self._make_engine(observer=metrics, **drafts, **settings)
         memory = Memory(engine, waiting_max=16, kept_share=self.kept_share)
         metrics.on_memory_freed = lambda: loop.call_soon_threadsafe(memory.serve_waiting)
         metrics.watch(engine.stats, lambda: memory.num_waiting, 64)
@@ -190,6 +199,7 @@ class World:
             engine, memory, cache, transports.span, metrics, self.spawn,
             admission_wait_ms=30_000, publish_inflight_max=self.publish_inflight_max,
             snapshot_dtype=self.snapshot_dtype,
+            drafter=engine.drafter.drafter_id if engine.drafter is not None else "",
         )  # fmt: skip
         server = Server(f"moonrelay.v1.{source.title()}Worker")
         address = server.bind("127.0.0.1:0", None)
@@ -305,11 +315,13 @@ async def running(
     timing: Timing = TIMING,
     reservation_ttl_ms: int = 60_000,
     prepare: Callable[[World], Awaitable[None]] | None = None,
+    drafters: dict[str, Path | None] | None = None,
     **settings: int,
 ) -> AsyncIterator[World]:
     """A world; at its end every block and slot must have come back."""
     async with asyncio.TaskGroup() as group:
         world = World(group, make_engine, backend, timing, reservation_ttl_ms)
+        world.drafters = drafters or {}
         if prepare is not None:
             await prepare(world)
         await world.start(transport, **settings)
