@@ -71,6 +71,11 @@ MR_API void mr_draft_destroy(Drafter* drafter) { delete drafter; }
 // Layer -1 holds what belongs to no layer. Per-head matrices are appended in order.
 MR_API int mr_draft_pack(Drafter* d, int32_t layer, int32_t slot, const Source* parts, int32_t num_parts, int32_t join) {
     return guarded([&] {
+        const DraftMatrix which = DraftMatrix(slot);
+        if (!d->config.exact && (which == DraftMatrix::kHead || which == DraftMatrix::kMarkovOut)) {
+            (which == DraftMatrix::kHead ? d->head : d->markov) = pack_bytes(d->arena, parts[0]);
+            return;
+        }
         DraftLayer& l = layer < 0 ? d->globals : d->layers.at(size_t(layer));
         l.matrices[slot].push_back(pack(d->arena, parts, num_parts, Join(join)));
     });

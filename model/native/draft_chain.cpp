@@ -90,6 +90,21 @@ void Drafter::choose(const DraftPass& work, Request& request, int slot, float* l
     work.tokens[request.at + slot] = request.token;
 }
 
+// Scores of the whole vocabulary for the rows of `a` that `rows` names, stored or added to the logits.
+void Drafter::vocabulary(DraftMatrix exact, const ByteMatrix& rounded, const float* a, ptrdiff_t lda,
+                         const std::vector<int32_t>& rows, float* logits, bool add) {
+    const int n = config.vocab, m = int(rows.size());
+    if (!config.exact) {
+        bytes_.round(a, lda, rows.data(), m, rounded.k);
+        return multiply(pool, rounded, bytes_, m, logits, n, add);
+    }
+    GemmJob job;
+    job.w = &globals.matrix(exact), job.a = a, job.lda = lda, job.rows = rows.data(), job.m = m;
+    job.c = logits, job.ldc = n;
+    if (add) job.finish = Finish::kAdd, job.d = logits, job.ldd = n;
+    gemm.run(job);
+}
+
 void Drafter::chain(const DraftPass& work) {
     const DraftConfig& c = config;
     const int longest = requests_[0].length, count = int(requests_.size());
@@ -98,23 +113,16 @@ void Drafter::chain(const DraftPass& work) {
         for (const Request& r : requests_)
             if (slot < r.length) order_.push_back(r.row0 + slot);
     if (logits_.size() < size_t(rows_) * size_t(c.vocab)) logits_.resize(size_t(rows_) * size_t(c.vocab));
-    GemmJob job;
-    job.w = &globals.matrix(DraftMatrix::kHead), job.a = x_.data, job.lda = x_.stride, job.rows = order_.data();
-    job.m = rows_, job.c = logits_.data(), job.ldc = c.vocab;
-    gemm.run(job);
+    vocabulary(DraftMatrix::kHead, head, x_.data, x_.stride, order_, logits_.data(), false);
     float* logits = logits_.data();
     int active = count;
     for (int slot = 0; slot < longest; ++slot, logits += int64_t(active) * c.vocab) {
         while (requests_[size_t(active - 1)].length <= slot) --active;
         before_.clear();
         for (int i = 0; i < active; ++i) before_.push_back(requests_[size_t(i)].token);
-        if (c.markov_rank) {
-            GemmJob markov;
-            markov.w = &globals.matrix(DraftMatrix::kMarkovOut), markov.m = active;
-            markov.a = globals.vector(DraftVector::kMarkovIn), markov.lda = c.markov_rank, markov.rows = before_.data();
-            markov.c = logits, markov.ldc = c.vocab, markov.finish = Finish::kAdd, markov.d = logits, markov.ldd = c.vocab;
-            gemm.run(markov);
-        }
+        if (c.markov_rank)
+            vocabulary(DraftMatrix::kMarkovOut, markov, globals.vector(DraftVector::kMarkovIn), c.markov_rank, before_,
+                       logits, true);
         pool.run(active, [&](int i, int) { choose(work, requests_[size_t(i)], slot, logits + int64_t(i) * c.vocab); });
     }
     for (const Request& r : requests_) work.finite[r.index] = r.finite;

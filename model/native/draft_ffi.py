@@ -8,7 +8,7 @@ from enum import IntEnum
 
 _INTS = (
     "vocab", "hidden", "inter", "layers", "heads", "taps", "q_lora", "kv_lora", "nope", "rope", "v_dim",
-    "markov_rank", "confidence", "confidence_markov", "mask_id",
+    "markov_rank", "confidence", "confidence_markov", "mask_id", "exact",
 )  # fmt: skip
 _FLOATS = ("eps", "embedding_scale", "score_scale", "amplitude")
 

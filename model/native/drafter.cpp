@@ -32,12 +32,16 @@ void Drafter::check() const {
         if (int64_t(l.vectors[int(slot)].size()) != n) misfit(layer, "vector", int(slot));
     };
     matrix(globals, -1, DraftMatrix::kContext, c.hidden, c.taps * c.hidden);
-    matrix(globals, -1, DraftMatrix::kHead, c.vocab, c.hidden);
+    const auto wide = [&](DraftMatrix slot, const ByteMatrix& rounded, int k) {
+        if (c.exact) matrix(globals, -1, slot, c.vocab, k);
+        else if (rounded.n != c.vocab || rounded.k != k) misfit(-1, "matrix", int(slot));
+    };
+    wide(DraftMatrix::kHead, head, c.hidden);
     vector(globals, -1, DraftVector::kContextNorm, c.hidden);
     vector(globals, -1, DraftVector::kFinalNorm, c.hidden);
     vector(globals, -1, DraftVector::kFrequency, c.rope / 2);
     if (c.markov_rank) {
-        matrix(globals, -1, DraftMatrix::kMarkovOut, c.vocab, c.markov_rank);
+        wide(DraftMatrix::kMarkovOut, markov, c.markov_rank);
         vector(globals, -1, DraftVector::kMarkovIn, int64_t(c.vocab) * c.markov_rank);
     }
     if (c.confidence) {

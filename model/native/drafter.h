@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "attend.h"
+#include "bytes.h"
 #include "gemm.h"
 #include "matrix.h"
 #include "pool.h"
@@ -15,7 +16,7 @@ namespace mr {
 // Mirrored by ffi.py, field by field. Zero means absent where a part is optional.
 struct DraftConfig {
     int32_t vocab, hidden, inter, layers, heads, taps, q_lora, kv_lora, nope, rope, v_dim, markov_rank, confidence,
-        confidence_markov, mask_id;
+        confidence_markov, mask_id, exact;
     float eps, embedding_scale, score_scale, amplitude;
     int64_t mla_width;  // floats that a token of the target has in a block, in front of the drafter's
 
@@ -102,6 +103,7 @@ public:
     Gemm gemm;
     std::vector<DraftLayer> layers;
     DraftLayer globals;
+    ByteMatrix head, markov;  // unless the config says `exact`: these two are most of a draft's work
     const void* embedding = nullptr;
     Kind embedding_kind = Kind::kF32;
 
@@ -131,6 +133,8 @@ private:
     void attend_one(int layer, const DraftPool& rows, const Request& request, std::vector<float>& scratch);
     void mlp(const DraftLayer& layer);
     void chain(const DraftPass& work);
+    void vocabulary(DraftMatrix exact, const ByteMatrix& rounded, const float* a, ptrdiff_t lda,
+                    const std::vector<int32_t>& rows, float* logits, bool add);
     float confide(const Request& request, int slot) const;
     void choose(const DraftPass& work, Request& request, int slot, float* logits);
 
@@ -142,6 +146,7 @@ private:
     std::vector<GemmJob> jobs_;
     std::vector<int32_t> order_, before_;
     std::vector<float> logits_;
+    ByteRows bytes_;
     int reserved_rows_ = 0;
 };
 

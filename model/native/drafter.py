@@ -25,7 +25,10 @@ if TYPE_CHECKING:
 
 
 class NativeDraftModel:
-    """Agrees with `model.drafter.paged.TorchDraftModel` to rounding; one draft does not depend on its batch.
+    """Agrees with `model.drafter.paged.TorchDraftModel`; one draft does not depend on its batch.
+
+    The shared head and the Markov head are most of a draft's work and run in bytes, about one part in a hundred off:
+    the target judges every draft anyway, and laws are those that were drawn from. `exact` keeps them as stored.
 
     Raises: BackendUnavailable for a form that is not written in C++, MemoryError.
     """
@@ -39,6 +42,8 @@ class NativeDraftModel:
         drafter_id: str,
         layout: PoolLayout,
         threads: int = 1,
+        *,
+        exact: bool = False,
     ) -> None:
         self._handle: int | None = None  # set first: __del__ runs even when the rest fails
         if config.form != "dspark":
@@ -50,7 +55,7 @@ class NativeDraftModel:
         self.block_len = config.block_len
         self.draft_width = config.layers * config.row_width
         self._token_floats = layout.mla_floats // layout.block_tokens + self.draft_width
-        self._handle = self._lib.mr_draft_create(ctypes.byref(_shape(config, layout)), threads)
+        self._handle = self._lib.mr_draft_create(ctypes.byref(_shape(config, layout, exact)), threads)
         if not self._handle:
             raise BackendUnavailable(self._lib.mr_error().decode())
         self._load(tensors, lm_head)
@@ -177,12 +182,12 @@ def _tables(tables: Sequence[Sequence[int]]) -> tuple[array[int], array[int]]:
     return blocks, array("i", [len(table) for table in tables])
 
 
-def _shape(config: DrafterConfig, layout: PoolLayout) -> DraftShape:
+def _shape(config: DrafterConfig, layout: PoolLayout, exact: bool) -> DraftShape:
     return DraftShape(
         vocab=config.vocab, hidden=config.hidden, inter=config.intermediate, layers=config.layers, heads=config.heads,
         taps=len(config.target_layers), q_lora=config.q_lora, kv_lora=config.kv_lora, nope=config.nope,
         rope=config.rope.dim, v_dim=config.v_dim, markov_rank=config.markov_rank, confidence=config.confidence,
-        confidence_markov=config.confidence and config.confidence_sees_markov, mask_id=config.mask_id,
+        confidence_markov=config.confidence and config.confidence_sees_markov, mask_id=config.mask_id, exact=exact,
         eps=config.eps, embedding_scale=config.embedding_scale,
         score_scale=attention_scale(config.rope, config.nope + config.rope.dim), amplitude=amplitude(config.rope),
         mla_width=layout.mla_floats // layout.block_tokens,

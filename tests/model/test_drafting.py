@@ -15,10 +15,11 @@ from model.drafter.paged import TorchDraftModel, draw
 from model.drafting import DraftModel, DraftRequest, Proposal
 from model.native.drafter import NativeDraftModel
 from moonrelay.errors import InvariantError
-from tests.model.runs import KINDS, backend
+from tests.model.runs import backend
 from tests.model.test_drafter import WHERE, random_tensors, small, target
 
 BLOCK_TOKENS, NUM_BLOCKS = 8, 24
+KINDS = ("torch", "native", "bytes")  # "native" keeps the heads as stored, as its twin does
 FORMS = [("torch", "dspark"), ("torch", "dflash"), ("native", "dspark")]
 
 
@@ -47,7 +48,8 @@ class Draftee:
         if kind == "torch":
             return TorchDraftModel(self.plain, "name", layout)
         backend("k3_tiny_mxfp4", "native")  # skips only without a compiler
-        return NativeDraftModel(self.config, tensors, self.embedding, self.head, "name", layout)
+        shared = (self.embedding, self.head)
+        return NativeDraftModel(self.config, tensors, *shared, "name", layout, exact=kind == "native")
 
     def blocks(self, tokens: int) -> list[int]:
         return [self.free.pop() for _ in range(-(-tokens // BLOCK_TOKENS))]
@@ -109,7 +111,7 @@ def test_paged_drafts_are_the_plain_ones(kind: str, form: str) -> None:
             torch.testing.assert_close(torch.from_numpy(found.laws), (logits / request.temperature).softmax(-1))
 
 
-@pytest.mark.parametrize(("kind", "form"), FORMS)
+@pytest.mark.parametrize(("kind", "form"), [*FORMS, ("bytes", "dspark")])
 def test_a_draft_does_not_depend_on_its_batch(kind: str, form: str) -> None:
     draftee = Draftee(kind, form)
     asked, _ = requests(draftee, 2, [3, 12, 20, 0])
@@ -119,6 +121,29 @@ def test_a_draft_does_not_depend_on_its_batch(kind: str, form: str) -> None:
         assert (alone.tokens, alone.confidence) == (found.tokens, found.confidence)
         assert (alone.laws is None) == (found.laws is None)
         assert alone.laws is None or (alone.laws == found.laws).all()
+
+
+def test_rounded_heads_stay_close_to_the_exact_laws() -> None:
+    """At a temperature that leaves scores of about one: slot by slot, while the drawn tokens agree."""
+    exact, rounded = Draftee("native", "dspark"), Draftee("bytes", "dspark")
+    compared = 0
+    for seed in range(4):
+        asked, _ = requests(exact, seed, [5, 11, 2])
+        rounded.rows[:] = exact.rows
+        asked = [
+            replace(r, temperature=exact.config.hidden**0.5, length=4, uniforms=[0.1, 0.4, 0.6, 0.9]) for r in asked
+        ]
+        exact.free = list(range(NUM_BLOCKS))
+        pairs = zip(exact.model.draft(asked, exact.rows), rounded.model.draft(asked, rounded.rows), strict=True)
+        for one, other in pairs:
+            assert one.laws is not None and other.laws is not None
+            for slot in range(4):
+                if one.tokens[:slot] != other.tokens[:slot]:
+                    break
+                compared += 1
+                assert 0.5 * abs(one.laws[slot] - other.laws[slot]).sum() < 0.02
+                assert other.confidence[slot] == pytest.approx(one.confidence[slot], abs=1e-5)
+    assert compared > 12
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -147,8 +172,11 @@ def test_rows_of_several_segments_leave_everything_else_alone(kind: str) -> None
         ("torch", "dspark", "confidence_head.proj.bias"),
         ("torch", "dflash", "norm.weight"),
         ("native", "dspark", "final_norm.weight"),
+        ("bytes", "dspark", "final_norm.weight"),
         ("native", "dspark", "markov_head.markov_w2.weight"),
+        ("bytes", "dspark", "markov_head.markov_w2.weight"),
         ("native", "dspark", "confidence_head.proj.bias"),
+        ("bytes", "dspark", "confidence_head.proj.bias"),
     ],
 )
 def test_no_draft_where_the_output_is_not_finite(kind: str, form: str, poison: str) -> None:
