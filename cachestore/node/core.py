@@ -344,6 +344,7 @@ class NodeCore(DraftLedger):
         lease = self._leases.release(lease_id, fence)
         for key in lease.keys if lease is not None else ():
             self._retention.unpin(key)
+        self._free_retired()
         return lease is not None
 
     def expire(self, now_ms: int) -> int:

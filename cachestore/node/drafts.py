@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from cachestore.entries import DraftOffer, Key
+from cachestore.entries import BLOCK, DraftOffer, Key
 from cachestore.node.allocator import Extent
 from cachestore.node.books import DraftRows, Region, Stored
 from cachestore.node.ledger import Ledger
@@ -100,7 +100,9 @@ class DraftLedger(Ledger):
 
     def _takes(self, offer: DraftOffer) -> bool:
         entry = self._entries.get(offer.key)
-        if entry is None or entry.state not in IN_MEMORY or offer.key in self._drafts_landing:
+        if entry is None or entry.state not in IN_MEMORY or entry.offer.key.kind != BLOCK:
+            return False
+        if offer.key in self._drafts_landing:
             return False
         return entry.draft is None or not _same(entry.draft, offer)
 

@@ -123,7 +123,8 @@ class Intake:
         stored = failed = 0
         admission = DraftAdmission()
         try:
-            await self.room.make(lambda: self._core.missing_draft_bytes(offers), entries)
+            protect = [key for key, _ in offered]  # their snapshots too
+            await self.room.make(lambda: self._core.missing_draft_bytes(offers), protect)
             admission = self._core.admit_drafts(offers)
             wanted = [Wanted(key, entries[key].draft_spans, self._core.draft_extents(key)) for key in admission.new]
             if wanted:

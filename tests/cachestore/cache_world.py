@@ -10,8 +10,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Collection
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import grpc
@@ -41,7 +41,8 @@ BLOCK_TOKENS = 64
 BLOCK_BYTES = 10_000  # not a multiple of a page
 STATE_PARTS = (30_000, 7_001)
 STATE_BYTES = sum(STATE_PARTS)
-ROWS, STATE = 0, 1  # a worker's pools
+DRAFT_BYTES = 1_300
+ROWS, STATE, DRAFTS = 0, 1, 2  # a worker's pools
 BLOCKS_MAX = 32
 
 
@@ -59,6 +60,10 @@ class Prompt:
     def block(self, index: int) -> bytes:
         return pattern(int.from_bytes(self.hashes[index], "big"), BLOCK_BYTES).tobytes()
 
+    def draft(self, index: int, drafter: str) -> bytes:
+        seed = int.from_bytes(self.hashes[index], "big") + int.from_bytes(drafter.encode(), "big")
+        return pattern(seed, DRAFT_BYTES).tobytes()
+
     def state(self, blocks: int) -> bytes:
         return pattern(int.from_bytes(self.hashes[blocks - 1], "big") + 1, STATE_BYTES).tobytes()
 
@@ -75,8 +80,10 @@ class Worker:
     def __init__(self, transports: TransportSet, nodes, redis) -> None:
         self.transports, self.nodes = transports, nodes
         self.rows, self.state = Arena(BLOCKS_MAX * BLOCK_BYTES), Arena(2 * STATE_BYTES)
+        self.drafts = Arena(BLOCKS_MAX * DRAFT_BYTES)
         transports.register(ROWS, self.rows.base, self.rows.length)
         transports.register(STATE, self.state.base, self.state.length)
+        transports.register(DRAFTS, self.drafts.base, self.drafts.length)
         self.client = CacheClient(transports, nodes)
         self.index = CacheIndex(redis, BLOCK_TOKENS)
 
@@ -98,6 +105,19 @@ class Worker:
             offers.append(Offer(kind="snapshot", prefix_hash=what.hashes[n - 1], depth=n, spans=spans))
         return offers
 
+    def with_drafts(self, what: Prompt, offers: list[Offer], drafter: str, blocks: Collection[int]) -> list[Offer]:
+        """The offers, with the drafter's rows of these blocks."""
+        made = []
+        for offer in offers:
+            if offer.kind == "block" and offer.depth in blocks:
+                at = offer.depth * DRAFT_BYTES
+                self.drafts.view[at : at + DRAFT_BYTES] = what.draft(offer.depth, drafter)
+                rows = [self.transports.span(DRAFTS, at, DRAFT_BYTES)]
+                made.append(replace(offer, drafter=drafter, draft_spans=rows))
+            else:
+                made.append(offer)
+        return made
+
     async def publish(
         self, node: Member, what: Prompt, blocks: range, snapshots: tuple[int, ...] = (), deadline_s=None
     ) -> PublishReport:
@@ -108,22 +128,35 @@ class Worker:
         nodes = self.nodes.members("cachestore")
         return await self.index.match(what.root, what.hashes, len(what.tokens), nodes)
 
-    async def fetch(self, what: Prompt, match: Match, landing: Landing | None = None, deadline_s=None) -> FetchReport:
+    async def fetch(
+        self, what: Prompt, match: Match, landing: Landing | None = None, deadline_s=None, drafter: str = ""
+    ) -> FetchReport:
         """Bring the hit into wiped memory; where it claims success, the bytes must be the prompt's."""
-        self.rows.view[:] = bytes(self.rows.length)
-        self.state.view[:] = bytes(self.state.length)
+        for memory in (self.rows, self.state, self.drafts):
+            memory.view[:] = bytes(memory.length)
         blocks = match.tokens // BLOCK_TOKENS
+        drafts = [Slice(DRAFTS, i * DRAFT_BYTES, DRAFT_BYTES) for i in range(blocks)] if drafter else []
         rows = [Slice(ROWS, i * BLOCK_BYTES, BLOCK_BYTES) for i in range(blocks)]
         report = await self.client.fetch(
             match.hit(), what.root, what.hashes, rows, Slice(STATE, 0, STATE_BYTES), deadline_s or soon(),
-            landing or Landing(),
+            landing or Landing(), drafter=drafter, draft_into=drafts,
         )  # fmt: skip
+        self.check_drafts(what, report, drafter)
         if report.tokens:
             assert report.tokens == match.tokens and report.miss_reason is None
             for i in range(blocks):
                 assert bytes(self.rows.view[i * BLOCK_BYTES : (i + 1) * BLOCK_BYTES]) == what.block(i)
             assert bytes(self.state.view[:STATE_BYTES]) == what.state(blocks)
         return report
+
+    def check_drafts(self, what: Prompt, report: FetchReport, drafter: str) -> None:
+        """Where rows are said to be, there they are."""
+        first, end = report.draft_first // BLOCK_TOKENS, report.tokens // BLOCK_TOKENS
+        assert report.draft_first <= report.tokens and len(report.draft_xxh3) == end - first
+        for i, xxh3 in zip(range(first, end), report.draft_xxh3, strict=True):
+            at = i * DRAFT_BYTES
+            assert bytes(self.drafts.view[at : at + DRAFT_BYTES]) == what.draft(i, drafter)
+            assert xxh3 in (None, self.transports.span(DRAFTS, at, DRAFT_BYTES).xxh3)
 
 
 class Listed:
