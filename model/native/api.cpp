@@ -159,7 +159,7 @@ MR_API int mr_vector(Model* m, int32_t layer, int32_t slot, const float* data, i
 // The table is read in place, so its memory must outlive the model.
 MR_API void mr_embedding(Model* m, const void* table, int32_t kind) { m->embedding = table, m->embedding_kind = Kind(kind); }
 
-MR_API int mr_check(const Model* m) { return guarded([&] { m->check(); }); }
+MR_API int mr_check(Model* m) { return guarded([&] { m->check(); }); }
 
 // 0: done; 1: it failed midway (no memory); 2: the pass is wrong and nothing was touched.
 MR_API int mr_forward(Model* m, const Pass* pass) {
@@ -178,6 +178,9 @@ MR_API int mr_taps(Model* m, const int32_t* layers, int32_t n) {
         m->taps.assign(layers, layers + n);
     });
 }
+
+// Tiles of fewer multiply-adds than this stay on one thread.
+MR_API void mr_share_from(Model* m, double macs) { m->share_macs = macs; }
 
 MR_API int64_t mr_record_floats(const Model* m, int32_t tokens) { return m->record_floats(tokens); }
 

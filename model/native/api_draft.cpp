@@ -90,7 +90,7 @@ MR_API void mr_draft_embedding(Drafter* d, const void* table, int32_t kind) {
     d->embedding = table, d->embedding_kind = Kind(kind);
 }
 
-MR_API int mr_draft_check(const Drafter* d) { return guarded([&] { d->check(); }); }
+MR_API int mr_draft_check(Drafter* d) { return guarded([&] { d->check(); }); }
 
 // Both: 0 done; 1 it failed midway (no memory); 2 the work is wrong and nothing was touched.
 MR_API int mr_draft_write(Drafter* d, const DraftRows* work) {

@@ -52,6 +52,7 @@ class NativeBackend:
     """
 
     name = "native"
+    share_from_macs: float | None = None  # None: `kWorthSharing` in pool.h; 0 also shares out what is small
 
     def __init__(
         self, config: ModelConfig, weights: WeightSource, threads: int = 1, *, lib: ctypes.CDLL | None = None
@@ -69,6 +70,8 @@ class NativeBackend:
         if not self._handle:
             raise BackendUnavailable(self._lib.mr_error().decode())
         self.embedding = Loader(self._lib, self._handle, config, weights).load()
+        if self.share_from_macs is not None:
+            self._lib.mr_share_from(self._handle, self.share_from_macs)
         self.lm_head = weights["lm_head.weight"]
         self._one_pass = threading.Lock()  # the C++ model's scratch serves one pass at a time
 

@@ -18,10 +18,14 @@ constexpr int kMaxRows = 512;  // context tokens written at once
 }  // namespace
 
 Drafter::Drafter(const DraftConfig& c, int threads)
-    : config(c), pool(threads), gemm(pool), layers(size_t(c.layers)), thread_scratch_(size_t(pool.threads())) {}
+    : config(c), pool(threads), gemm(pool), layers(size_t(c.layers)), thread_scratch_(size_t(pool.size())) {}
 
-void Drafter::check() const {
+void Drafter::check() {
     const DraftConfig& c = config;
+    row_macs_ = double(c.vocab) * (c.hidden + c.markov_rank);
+    for (const DraftLayer& l : layers)
+        for (const auto& slot : l.matrices)
+            for (const Matrix& m : slot) row_macs_ += double(m.n) * m.k * (m.glu ? 2 : 1);
     const auto matrix = [](const DraftLayer& l, int layer, DraftMatrix slot, int n, int k, int count = 1) {
         const auto& m = l.matrices[int(slot)];
         if (int(m.size()) != count) misfit(layer, "matrix", int(slot));
@@ -120,14 +124,16 @@ void Drafter::rotate(float* x, int row) const {
 
 void Drafter::write(const DraftRows& work) {
     const DraftConfig& c = config;
+    const Matrix& context = globals.matrix(DraftMatrix::kContext);
     const float* taps = work.taps;
     const int32_t* blocks = work.blocks;
     const ptrdiff_t tapped = ptrdiff_t(c.taps) * c.hidden, wide = round16(c.row_width());
     for (int s = 0; s < work.num_segments; blocks += work.num_blocks[s], ++s)
         for (int done = 0; done < work.tokens[s];) {
             const int n = min_int(kMaxRows, work.tokens[s] - done);
+            pool.alone(double(n) * context.n * context.k < kWorthSharing);
             reserve(n);
-            product(globals.matrix(DraftMatrix::kContext), Buffer{const_cast<float*>(taps), tapped}, x_, n);
+            product(context, Buffer{const_cast<float*>(taps), tapped}, x_, n);
             for (int i = 0; i < n; ++i) {
                 rms_norm(x_.row(i), globals.vector(DraftVector::kContextNorm), c.hidden, c.eps, x_.row(i));
                 turns(i, work.start[s] + done + i);
@@ -284,6 +290,7 @@ void Drafter::mlp(const DraftLayer& layer) {
 
 void Drafter::propose(const DraftPass& work) {
     list(work);
+    pool.alone(double(rows_) * row_macs_ < kWorthSharing);
     reserve(rows_);
     embed();
     for (int l = 0; l < config.layers; ++l) {

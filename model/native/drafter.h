@@ -93,7 +93,7 @@ class Drafter {
 public:
     Drafter(const DraftConfig& config, int threads);
 
-    void check() const;  // throws std::runtime_error naming a missing or misshapen weight
+    void check();  // throws std::runtime_error naming a missing or misshapen weight
     void write(const DraftRows& work);
     void propose(const DraftPass& work);
 
@@ -148,6 +148,7 @@ private:
     std::vector<float> logits_;
     ByteRows bytes_;
     int reserved_rows_ = 0;
+    double row_macs_ = 0;  // of one slot
 };
 
 }  // namespace mr

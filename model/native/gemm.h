@@ -35,7 +35,7 @@ struct GemmJob {
 // Runs independent products side by side: all jobs' panels are shared out over the pool's threads.
 class Gemm {
 public:
-    explicit Gemm(Pool& pool) : pool_(pool), widened_(size_t(pool.threads())) {}
+    explicit Gemm(Pool& pool) : pool_(pool), widened_(size_t(pool.size())) {}
     void run(const GemmJob* jobs, int num_jobs);
     void run(const GemmJob& job) { run(&job, 1); }
 

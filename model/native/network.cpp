@@ -32,7 +32,7 @@ void Progress::layer_done() {
 }
 
 Model::Model(const Config& c, const uint8_t* layer_kinds, int threads)
-    : config(c), pool(threads), gemm(pool), layers(size_t(c.num_layers)), thread_scratch_(size_t(pool.threads())) {
+    : config(c), pool(threads), gemm(pool), layers(size_t(c.num_layers)), thread_scratch_(size_t(pool.size())) {
     int mla = 0, kda = 0;
     for (int i = 0; i < c.num_layers; ++i) {
         Layer& l = layers[size_t(i)];
@@ -142,6 +142,7 @@ void Model::mix_norm(int rows, int blocks, const float* mix, const float* norm) 
 
 void Model::forward(Batch batch) {
     const Config& c = config;
+    pool.alone(double(batch.rows) * row_macs_ < share_macs);
     reserve(batch.rows);
     timed(Op::kEmbed, [&] { embed(batch); });
     int blocks = 0;  // residual[blocks] is the prefix sum h
@@ -240,8 +241,15 @@ void expect(const Layer& l, int layer, VectorSlot slot, int n) {
 
 }  // namespace
 
-void Model::check() const {
+void Model::check() {
     const Config& c = config;
+    row_macs_ = 0;
+    for (const Layer& l : layers)
+        for (int slot = 0; slot < int(MatrixSlot::kCount); ++slot)
+            for (const Matrix& m : l.matrices[slot]) {
+                const bool routed = slot == int(MatrixSlot::kExpertIn) || slot == int(MatrixSlot::kExpertOut);
+                row_macs_ += double(m.n) * m.k * (m.glu ? 2 : 1) * (routed ? double(c.top_k) / c.experts : 1.0);
+            }
     for (int i = 0; i < c.num_layers; ++i) {
         const Layer& l = layers[size_t(i)];
         const auto matrix = [&](MatrixSlot s, int n, int k, int count = 1) { expect(l, i, s, count, n, k); };

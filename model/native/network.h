@@ -202,7 +202,7 @@ public:
     void forward(Batch batch);      // at most kMaxRows rows
     void fold(const std::vector<Fold>& folds, const Records& records, float* pool_state, int64_t slot_floats);
     int64_t record_floats(int tokens) const;
-    void check() const;                // throws std::runtime_error naming a missing or misshapen weight
+    void check();                      // throws std::runtime_error naming a missing or misshapen weight
 
     const Config config;
     Arena arena;
@@ -214,6 +214,7 @@ public:
     const void* embedding = nullptr;
     Kind embedding_kind = Kind::kF32;
     Claims claims;
+    double share_macs = kWorthSharing;  // of a tile; below it stays on one thread
     std::vector<int32_t> taps;  // layers, ascending
     Clock profiling = Clock::kOff;
     double seconds[int(Op::kCount)] = {};
@@ -251,6 +252,7 @@ private:
     std::vector<std::vector<float>> thread_scratch_;
     std::vector<GemmJob> jobs_;
     int reserved_rows_ = 0;
+    double row_macs_ = 0;  // of one row through all layers
 };
 
 // KDA's recurrence for one head over `tokens` tokens; the state [keys][values] is updated in place. q (scaled), k and
