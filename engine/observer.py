@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Protocol
 
+from engine.api import DraftReport
 from engine.sequence import EndReason
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepReport:
-    """One step. Units: seconds; token counts of what the pass consumed."""
+    """One step. Units: seconds; token counts of what the pass ran over, drafted ones included.
+
+    Of drafting: num_verified sequences had a draft, of num_drafted tokens in all, of which num_accepted were kept;
+    draft_s and rows_s went into drafts and drafter rows since the last report; verify_s is the whole step, drafting
+    aside, where it verified anything, fold_s a part of that; ignored counts drafts by what was wrong with them.
+    """
 
     num_sequences: int
     num_prompt_tokens: int
@@ -19,6 +26,14 @@ class StepReport:
     forward_s: float
     sample_s: float
     total_s: float  # planning and bookkeeping included, events not yet handed out
+    num_verified: int = 0
+    num_drafted: int = 0
+    num_accepted: int = 0
+    draft_s: float = 0.0
+    rows_s: float = 0.0
+    verify_s: float = 0.0
+    fold_s: float = 0.0
+    ignored: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +49,7 @@ class SequenceReport:
     queue_s: float | None
     prefill_s: float | None
     decode_s: float | None
+    draft: DraftReport | None = None  # None: nobody drafted for it
 
 
 class Observer(Protocol):

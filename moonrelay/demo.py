@@ -62,10 +62,12 @@ class Exchange:
         tokens = self.usage.get("completion_tokens", 0)
         ttft = (self.first or self.began) - self.began
         per_token = ((self.last or 0) - (self.first or 0)) / (tokens - 1) if tokens > 1 else 0.0
+        steps = explained.get("verify_steps", 0) + explained.get("plain_steps", 0)
+        per_step = f"{(tokens - 1) / steps:.2f}" if steps else "none"
         served = " > ".join(str(explained[k]) for k in ("prefill", "decode") if explained.get(k))
         return [
             self.name, str(self.usage.get("prompt_tokens", "?")), str(details.get("cached_tokens", 0)), str(tokens),
-            f"{ttft * 1e3:.0f} ms", f"{per_token * 1e3:.2f} ms", f"{explained.get('handoff_bytes', 0):,}",
+            f"{ttft * 1e3:.0f} ms", f"{per_token * 1e3:.2f} ms", per_step, f"{explained.get('handoff_bytes', 0):,}",
             str(explained.get("transport") or "none"), served,
         ]  # fmt: skip
 
@@ -158,6 +160,7 @@ async def run(settings: DemoSettings) -> int:
         "generated",
         "TTFT",
         "per token",
+        "tokens per step",
         "handed over (B)",
         "transport",
         "served by",

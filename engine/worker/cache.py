@@ -23,7 +23,8 @@ class Landing(Protocol):
 
 class Restored(Protocol):
     """What the cache gave, and each restored block's checksum (of the target's rows) where it has one. All tokens of
-    the hit from `draft_first` on came with the drafter's rows; where none did it is the hit's end."""
+    the hit from `draft_first` on came with the drafter's rows; where none did it is the hit's end. `draft_refused`
+    blocks had them, and they could not be had."""
 
     @property
     def usage(self) -> common_pb2.CacheUsage: ...
@@ -33,6 +34,9 @@ class Restored(Protocol):
 
     @property
     def draft_first(self) -> int: ...
+
+    @property
+    def draft_refused(self) -> int: ...
 
 
 class PromptCache(Announcer, Protocol):

@@ -11,6 +11,7 @@ from prometheus_client.registry import Collector
 
 from engine.api import EngineStats
 from engine.observer import SequenceReport, StepReport
+from engine.worker.drafting import DraftMetrics
 from moonrelay.errors import SettingsError
 from moonrelay.stubs.v1 import common_pb2
 
@@ -36,7 +37,9 @@ class WorkerMetrics:
         self.prefix_hits = self.vllm_counter("prefix_cache_hits", "Prompt tokens restored from the cache")
         self.ttft = self.vllm_histogram("time_to_first_token_seconds", "Arrival at this worker to first token")
         self.inter_token = self.vllm_histogram(
-            "inter_token_latency_seconds", "Between a sequence's steps", FINE_SECONDS
+            "inter_token_latency_seconds",
+            "Between a sequence's tokens; the mean of those that leave together",
+            FINE_SECONDS,
         )
         self.queue_time = self.vllm_histogram("request_queue_time_seconds", "Submitted to first planned")
         self.prefill_time = self.vllm_histogram("request_prefill_time_seconds", "First planned to first token")
@@ -60,6 +63,7 @@ class WorkerMetrics:
         self.step_seconds = self.histogram("step_seconds", "One engine step", FINE_SECONDS)
         self.failed = self.counter("sequences_failed", "Sequences ended by a fault of the model")
         self.quarantined_bytes = self.gauge("quarantined_bytes", "Memory that a late read of ours may still write")
+        self.drafting = DraftMetrics(self)
         self.kept_blocks = self.gauge(
             "kept_blocks", "Row blocks that finished prompts and turns keep: the device tier"
         )
@@ -97,6 +101,7 @@ class WorkerMetrics:
             return
         self.step_seconds.observe(report.total_s)
         self.generation_tokens.inc(report.num_tokens_drawn)
+        self.drafting.step_done(report)
 
     def sequence_done(self, report: SequenceReport) -> None:
         if self.warming:
@@ -125,6 +130,7 @@ class WorkerMetrics:
         self.prefix_hits.inc(usage.cached_tokens)
         for tier in TIERS:
             self.cache_tokens.labels(tier).inc(getattr(usage, f"cached_{tier}"))
+        self.drafting.cold(usage.drafter_cold)
         lost = prompt_tokens - usage.cached_tokens
         if lost:
             name = common_pb2.MissReason.Name(usage.miss_reason).removeprefix("MISS_REASON_").lower()

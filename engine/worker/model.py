@@ -18,6 +18,7 @@ from model.backend import load_backend, load_draft_model
 from model.batch import Backend, PoolLayout, Segment
 from model.checkpoint import weights_revision
 from model.drafting import DraftModel
+from model.errors import BackendUnavailable
 from model.ops.snapshot import DTYPE_NAMES
 from model.tokenizer import tokenizer_revision
 from moonrelay.naming import served_name
@@ -94,9 +95,16 @@ def _load_drafter(
     revision: str,
     say: Callable[[str], None],
 ) -> DraftModel | None:
-    """Raises: ModelError for one that is not this target's, or that was named and is not there."""
-    folder = model_dir / "drafter" if settings.drafter == "auto" else Path(settings.drafter)
-    if settings.drafter == "off" or (settings.drafter == "auto" and not (folder / "config.json").is_file()):
+    """None where there is to be none. Raises: ModelError for one that is not this target's, or that was named and is
+    not there; BackendUnavailable where it was named and the backend cannot verify what it drafts."""
+    auto = settings.drafter == "auto"
+    folder = model_dir / "drafter" if auto else Path(settings.drafter)
+    if settings.drafter == "off" or (auto and not (folder / "config.json").is_file()):
+        return None
+    if not hasattr(backend, "fold"):
+        if not auto:
+            raise BackendUnavailable(f"backend {backend.name} cannot verify drafts: {folder} cannot be used with it")
+        say(f"backend {backend.name} cannot verify drafts: the drafter is left out")
         return None
     drafter = load_draft_model(folder, backend, kind=settings.backend, threads=threads, target_revision=revision)
     say(f"drafter {drafter.drafter_id} from {folder}: up to {drafter.block_len} tokens at once")
