@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Awaitable, Callable
 
@@ -10,6 +11,7 @@ import grpc
 from decode.manifest import refused
 from decode.reader import Identity, Reader
 from engine.api import Finished, SequenceSpec, TokenSampled
+from engine.worker.drafting import draft_to_wire
 from engine.worker.prompt import PromptRunner
 from engine.worker.service import Gate
 from engine.worker.turn import Turn, turn_prompt
@@ -32,10 +34,18 @@ WRITE_BACK_PATIENCE_S = 0.05  # the end of a turn waits for its write-back; its 
 
 class DecodeEdge(worker_pb2_grpc.DecodeWorkerServicer):
     def __init__(
-        self, prompts: PromptRunner, reader: Reader, gate: Gate, *, identity: Identity, max_context: int
+        self,
+        prompts: PromptRunner,
+        reader: Reader,
+        gate: Gate,
+        *,
+        identity: Identity,
+        max_context: int,
+        stream_interval_s: float = 0.0,
     ) -> None:
         self._prompts, self._reader, self._gate = prompts, reader, gate
         self._identity, self._max_context = identity, max_context
+        self._stream_interval_s = stream_interval_s
 
     async def Reserve(
         self, request: worker_pb2.ReserveRequest, context: grpc.aio.ServicerContext
@@ -85,7 +95,7 @@ class DecodeEdge(worker_pb2_grpc.DecodeWorkerServicer):
         )
         adoption = await self._reader.adopt(request)
         first = adoption.next_token
-        turn = self._prompts.turn(request.request_id, adoption.holding, kept, (first,))
+        turn = self._prompts.turn(request.request_id, adoption.holding, kept, (first,), tenant=request.tenant)
         try:
             spec = SequenceSpec(
                 request_id=turn.engine_id,
@@ -132,28 +142,34 @@ class DecodeEdge(worker_pb2_grpc.DecodeWorkerServicer):
             await self._stream(run.turn, emit, first_token)
 
     async def _stream(self, turn: Turn, emit: Emit, first_token: Callable[[], Awaitable[None]] | None = None) -> None:
-        """Send every token, those of one step together, then why the turn ended. Raises: what failed it."""
+        """Send every token, then why the turn ended. Raises: what failed it.
+
+        Tokens of one step go together, and those of faster steps wait for the message that is due: a message costs
+        two processes as much as a small model's token.
+        """
+        clock = asyncio.get_running_loop().time
         count, last_s = 0, None
         while True:
-            tokens, finished = worker_pb2.Tokens(), None
-            for event in await turn.events():
+            tokens, finished = [], None
+            for event in await turn.events(0.0 if last_s is None else last_s + self._stream_interval_s):
                 match event:
                     case TokenSampled(token=token):
-                        tokens.tokens.append(token_to_wire(token))
+                        tokens.append(token_to_wire(token))
                     case Finished():
                         finished = event
-            if tokens.tokens:
-                now_s = time.monotonic()
+            if tokens:
+                now_s = clock()
                 if last_s is not None:
-                    self._prompts.metrics.inter_token.observe(now_s - last_s)
+                    self._prompts.metrics.inter_token.observe((now_s - last_s) / len(tokens))
                 elif first_token is not None:
                     await first_token()
-                count, last_s = count + len(tokens.tokens), now_s
-                await emit(worker_pb2.DecodeEvent(tokens=tokens))
+                count, last_s = count + len(tokens), now_s
+                await emit(worker_pb2.DecodeEvent(tokens=worker_pb2.Tokens(tokens=tokens)))
             if finished is not None:
                 if finished.reason not in FINISH:
                     raise Unavailable("the engine is stopping")
                 await turn.landed(WRITE_BACK_PATIENCE_S)
-                end = worker_pb2.Finished(reason=FINISH[finished.reason], completion_tokens=count)
+                draft = draft_to_wire(finished.draft)
+                end = worker_pb2.Finished(reason=FINISH[finished.reason], completion_tokens=count, draft=draft)
                 await emit(worker_pb2.DecodeEvent(finished=end))
                 return

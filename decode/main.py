@@ -29,11 +29,13 @@ class DecodeSettings(WorkerSettings, frozen=True, kw_only=True, forbid_unknown_f
     """Adopt handoffs and generate; or, aggregated, serve whole requests."""
 
     aggregated: bool = False  # register as "aggregated": routers send whole requests here and hand nothing over
+    draft_len_max: int = 7  # more than the drafter's block means all of it
     reservation_ttl_ms: int = 60_000  # floor; grows by 10 ms per prompt token
+    stream_interval_ms: int = 4  # between a request's messages; faster steps' tokens go together; 0: each step alone
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_range(self, {"reservation_ttl_ms": (1, DAY_MS)})
+        check_range(self, {"reservation_ttl_ms": (1, DAY_MS), "stream_interval_ms": (0, 1_000)})
 
 
 class DecodeService:
@@ -98,7 +100,14 @@ async def assemble(worker: Worker) -> DecodeService:
         reservation_ttl_ms=settings.reservation_ttl_ms,
         epochs=epochs,
     )
-    edge = DecodeEdge(prompts, reader, worker.gate, identity=identity, max_context=worker.model.max_context)
+    edge = DecodeEdge(
+        prompts,
+        reader,
+        worker.gate,
+        identity=identity,
+        max_context=worker.model.max_context,
+        stream_interval_s=settings.stream_interval_ms / 1e3,
+    )
     return DecodeService(edge, reader, prompts, owners, cache)
 
 

@@ -40,6 +40,7 @@ class SamplingParams:
     max_tokens: int = 1
     stop_token_ids: tuple[int, ...] = ()
     top_logprobs: int | None = None  # None: no logprobs at all
+    reproducible: bool = False  # drafts must not change what the seed draws; sampled ones would, within the law
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -34,8 +34,8 @@ _ALL_NAMES = """
     model model_dir model_name num_blocks num_slots numerics part_bytes port prefill prefill_share_tokens
     publish_inflight_max pull_timeout_ms queue_len_max queue_timeout_ms ready_file ready_timeout_s recoveries_max
     recovery_wait_ms redis_url replicate_after request_deadline_ms reservation_ttl_ms retries_max room_retry_ms router
-    rpc_timeout_ms served_model_name snapshot_dtype stall_timeout_ms suspect_ms threads transfer_min_bytes_per_s
-    transport verbose writeback
+    rpc_timeout_ms served_model_name snapshot_dtype stall_timeout_ms stream_interval_ms suspect_ms threads
+    transfer_min_bytes_per_s transport verbose writeback
 """
 ALL_NAMES = frozenset(_ALL_NAMES.split())
 DAY_MS = 86_400_000  # no wait of ours is longer

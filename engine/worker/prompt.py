@@ -21,6 +21,7 @@ from engine.worker.cache import PromptCache
 from engine.worker.memory import Extent, Holding, Memory, Want
 from engine.worker.metrics import WorkerMetrics
 from engine.worker.snapshots import SnapshotForm
+from engine.worker.stream import Wakeups
 from engine.worker.sums import BlockSums
 from engine.worker.turn import Bundle, Turn, TurnPrompt
 from engine.worker.wire import Prompt
@@ -52,7 +53,7 @@ class PromptRun:
         self.prompt, self.holding, self.restored = prompt, holding, restored.usage
         self.draft_first = restored.draft_first if runner.drafter else 0
         self.began_s = time.monotonic()
-        self.turn = runner.turn(prompt.request_id, holding, prompt.turn)
+        self.turn = runner.turn(prompt.request_id, holding, prompt.turn, tenant=prompt.tenant)
         for index in range(restored.usage.cached_tokens // runner.block_tokens):
             xxh3 = restored.xxh3[index] if index < len(restored.xxh3) else None
             if xxh3 is not None:
@@ -126,6 +127,7 @@ class PromptRunner:
         self.block_tokens = engine.settings.block_tokens
         self.form = SnapshotForm(engine.state, engine.pools.layout, snapshot_dtype)
         self.num_background = 0  # publishes and quarantines
+        self.wakeups = Wakeups()
         self._cache, self._make_span, self.spawn = cache, make_span, spawn
         self._admission_wait_s = admission_wait_ms / 1000
         self._publish_inflight_max = publish_inflight_max
@@ -151,10 +153,18 @@ class PromptRunner:
         finally:
             run.close()
 
-    def turn(self, request_id: str, holding: Holding, prompt: TurnPrompt | None, drawn: Sequence[int] = ()) -> Turn:
+    def turn(
+        self,
+        request_id: str,
+        holding: Holding,
+        prompt: TurnPrompt | None,
+        drawn: Sequence[int] = (),
+        *,
+        tenant: str = "",
+    ) -> Turn:
         """A sequence to be submitted on `holding`; with `prompt` the turn is written back. `drawn`: ids of the turn
         that were drawn elsewhere."""
-        return Turn(self, request_id, holding, prompt, drawn)
+        return Turn(self, request_id, holding, prompt, drawn, tenant)
 
     def store(self, run: PromptRun) -> None:
         """Offer the prompt's new blocks and snapshots to the cache, beside the request. Call once it is computed."""
@@ -244,6 +254,7 @@ class PromptRunner:
                 self.quarantine(holding, landing.ended())
             if pending or restored is None:
                 holding.drop()
+        self.metrics.drafting.rows_refused(restored.draft_refused)
         if pending or not restored.usage.cached_tokens:
             return await self._fall_back(None if pending else holding, want, restored.usage, deadline_s)
         if not self.form.exact:

@@ -83,9 +83,16 @@ class Turn:
     """
 
     def __init__(
-        self, runner: PromptRunner, request_id: str, holding: Holding, prompt: TurnPrompt | None, drawn: Sequence[int]
+        self,
+        runner: PromptRunner,
+        request_id: str,
+        holding: Holding,
+        prompt: TurnPrompt | None,
+        drawn: Sequence[int],
+        tenant: str,
     ) -> None:
         self.engine_id = runner.engine_id(request_id)
+        self._request_id, self._tenant = request_id, tenant
         self.holding, self.prompt = holding, prompt
         self.snapshots: list[SnapshotTaken] = []
         self.ids = list(drawn)  # of the turn, those drawn elsewhere first
@@ -94,16 +101,19 @@ class Turn:
         self.finished: Finished | None = None
         self._writing: asyncio.Task[None] | None = None
         self._runner = runner
-        self._stream = EventStream(runner.discard)
+        self._stream = EventStream(runner.wakeups, self._late)
 
     def submit(self, spec: SequenceSpec) -> None:
         """Raises: whatever `Engine.submit` does."""
         self._runner.engine.submit(spec, self.holding.reservation, self._stream.emit)
         self.submitted = True
 
-    async def events(self) -> list[EngineEvent]:
-        """The next events, at least one step's; snapshots are kept aside. Raises: what failed the sequence."""
-        return self._hear(await self._stream.batch(), heard=True)
+    async def events(self, not_before_s: float = 0.0) -> list[EngineEvent]:
+        """The next events, at least one step's; snapshots are kept aside. See `EventStream.batch`.
+
+        Raises: what failed the sequence.
+        """
+        return self._hear(await self._stream.batch(not_before_s), heard=True)
 
     async def landed(self, patience_s: float) -> None:
         """Write the finished turn back now, and wait for the cache to have it, but not longer than `patience_s`: a
@@ -175,9 +185,19 @@ class Turn:
                     self.ids.append(token.id)
                 case Finished():
                     self.finished = event
+                    self._count(event)
                 case Failed(error=error):
                     self._failed = True
                     if heard:
                         raise error
             events.append(event)
         return events
+
+    def _late(self, event: EngineEvent) -> None:
+        """It came after its request had gone."""
+        if isinstance(event, Finished):
+            self._count(event)
+        self._runner.discard(event)
+
+    def _count(self, finished: Finished) -> None:
+        self._runner.metrics.drafting.request_done(self._request_id, self._tenant, finished, len(self.ids))

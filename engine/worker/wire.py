@@ -23,7 +23,7 @@ FINISH: dict[str, common_pb2.FinishReason] = {
 class Prompt:
     """A checked PrefillRequest. `hit` stays in its wire form: only the cache client reads it.
 
-    `turn`: what the turn is written back to; None where it is not.
+    `turn`: what the turn is written back to; None where it is not. `tenant` is for metrics.
     """
 
     request_id: str
@@ -35,6 +35,7 @@ class Prompt:
     snapshot_at: tuple[int, ...]
     store: bool
     turn: TurnPrompt | None = None
+    tenant: str = ""
 
 
 def prompt_from_wire(request: worker_pb2.PrefillRequest, *, block_tokens: int, max_context: int) -> Prompt:
@@ -66,6 +67,7 @@ def prompt_from_wire(request: worker_pb2.PrefillRequest, *, block_tokens: int, m
         turn=TurnPrompt(root=request.root, hashes=hashes, tail=ids[len(hashes) * block_tokens :], hit=hit)
         if request.write_back
         else None,
+        tenant=request.tenant,
     )
 
 
@@ -93,6 +95,7 @@ def sampling_from_wire(sampling: common_pb2.Sampling) -> SamplingParams:
         max_tokens=sampling.max_tokens,
         stop_token_ids=tuple(sampling.stop_token_ids),
         top_logprobs=sampling.top_logprobs if sampling.HasField("top_logprobs") else None,
+        reproducible=sampling.reproducible,
     )
 
 
