@@ -13,9 +13,10 @@ import asyncio
 import contextlib
 import logging
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import grpc
 
@@ -104,12 +105,11 @@ class Target:
     drafts: Sequence[Slice] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class _Landed:
+class _Landed(NamedTuple):
     """A block that is in its place, verified."""
 
     xxh3: int | None
-    node: Member
+    node: NodeKey
     on_disk: bool
 
 
@@ -125,6 +125,7 @@ class Fetch:
     def __init__(self, transports: TransportSet, nodes: Nodes, calls: LeaseCalls, target: Target) -> None:
         self._transports, self._nodes, self._calls, self._to = transports, nodes, calls, target
         self._landed: dict[int, _Landed] = {}
+        self._members: dict[NodeKey, Member] = {}  # that blocks came from
         self._silent: set[NodeKey] = set()
         self._bad: set[tuple[NodeKey, int]] = set()  # a node's entry that did not agree with its checksum
 
@@ -156,10 +157,7 @@ class Fetch:
     ) -> FetchReport:
         end = bundle.snapshot.first_block
         blocks = [self._landed[i] for i in range(end)]
-        counts: dict[tuple[NodeKey, bool], list[Member]] = {}
-        for block in blocks:
-            key = ((block.node.instance_id, block.node.epoch), block.on_disk)
-            counts.setdefault(key, []).append(block.node)
+        counts = Counter((block.node, block.on_disk) for block in blocks)
         drafts: dict[int, DraftRead] = {d.block: d for part in parts for d in part.landed_drafts()}
         first = run_of_drafts(set(drafts), end)
         return FetchReport(
@@ -173,7 +171,8 @@ class Fetch:
             verify_seconds=sum(r.verify_seconds for r in reports),
             xxh3=tuple(block.xxh3 for block in blocks),
             places=tuple(
-                Place(node=nodes[0], blocks=len(nodes), on_disk=on_disk) for (_, on_disk), nodes in counts.items()
+                Place(node=self._members[node], blocks=count, on_disk=on_disk)
+                for (node, on_disk), count in counts.items()
             ),
             draft_first=bundle.tokens // end * first,
             draft_xxh3=tuple(drafts[i].xxh3 for i in range(first, end)),
@@ -218,7 +217,7 @@ class Fetch:
                 self._part(parts, run).ranges += missing
         self._part(parts, bundle.snapshot).snapshot = end
         for part in parts.values():
-            if any((part.key, entry) in self._bad for entry in part.entries()):
+            if self._bad and any((part.key, entry) in self._bad for entry in part.entries()):
                 raise _Miss("tier_error", f"{part.key[0]} has a part that does not agree with its checksum")
         return list(parts.values())
 
@@ -231,6 +230,9 @@ class Fetch:
 
     def _missing(self, run: CacheRun) -> Iterator[tuple[int, int]]:
         """The run without what is in its place already."""
+        if not self._landed:
+            yield run.first_block, run.end_block
+            return
         at = run.first_block
         while at < run.end_block:
             if at in self._landed:
@@ -350,8 +352,9 @@ class Fetch:
                 self._silent.add(part.key)
 
     def _note_landed(self, part: Part, blocks: Sequence[int]) -> None:
-        for i in blocks:
-            self._landed[i] = _Landed(part.sums[i], part.member, i in part.on_disk)
+        key, sums, on_disk = part.key, part.sums, part.on_disk
+        self._members[key] = part.member
+        self._landed |= {i: _Landed(sums[i], key, i in on_disk) for i in blocks}
 
 
 def _failed(handle: ReadHandle) -> BaseException | None:

@@ -8,10 +8,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from cachestore.spans import DISK, unpack
-from cachestore.transports import Read, ReadHandle, Slice
+from cachestore.transports import Read, ReadHandle, Slice, Source
 from moonrelay.membership import Member
 from moonrelay.stubs.v1 import cache_pb2
-from moonrelay.stubs.v1.common_pb2 import Span
 
 NodeKey = tuple[str, int]
 Record = tuple[int, int, int, int, int, int]  # pool, tier, last, offset, length, xxh3
@@ -88,22 +87,24 @@ class Part:
         if int(np.count_nonzero(records["last"])) != len(places):
             raise UnreadableLease("the lease covers other entries than were asked for")
         reads: list[Read] = []
-        number, done = 0, 0
+        entry_of, number, done = self.entry_of, 0, 0
+        sums: list[int | None] = []  # of entries
         for pool, tier, last, offset, length, xxh3 in records.tolist():
             place = places[number]
-            span = Span(pool=pool, offset=offset, length=length, xxh3=xxh3)
-            reads.append(Read(span, (Slice(place.pool, place.offset + done, length),)))
-            self.entry_of.append(number)
-            self.nbytes += length
-            if number < len(blocks):
-                self.sums[blocks[number]] = xxh3 if last and not done else None
-                if tier == DISK:
-                    self.on_disk.add(blocks[number])
+            whole = bool(last) and not done
+            into = place if whole else Slice(place.pool, place.offset + done, length)
+            reads.append(Read(Source(pool, offset, length, xxh3), (into,)))
+            entry_of.append(number)
             done += length
             if done > place.length or (last and done != place.length):
                 raise OtherForm(f"an entry has {done} bytes where {place.length} belong")
             if last:
+                sums.append(xxh3 if whole else None)
+                if tier == DISK and number < len(blocks):
+                    self.on_disk.add(blocks[number])
                 number, done = number + 1, 0
+        self.sums = dict(zip(blocks, sums, strict=False))  # the snapshot's comes last
+        self.nbytes = sum(place.length for place in places)
         return reads
 
     def read_offer(self, draft_into: Sequence[Slice]) -> None:
@@ -133,8 +134,8 @@ class Part:
                 break
             place, done = draft_into[block], 0
             for pool, _, _, offset, length, xxh3 in records:
-                span = Span(pool=pool, offset=offset, length=length, xxh3=xxh3)
-                reads.append(Read(span, (Slice(place.pool, place.offset + done, length),)))
+                into = Slice(place.pool, place.offset + done, length)
+                reads.append(Read(Source(pool, offset, length, xxh3), (into,)))
                 done += length
             whole = records[0][5] if len(records) == 1 else None
             self.drafts.append(DraftRead(block, len(self.entry_of) + len(reads), done, whole))

@@ -8,6 +8,7 @@ from cachestore.transports.base import (
     ReadReport,
     ReadTimeout,
     Slice,
+    Source,
     Transport,
 )
 from cachestore.transports.memory import MemoryFabric
@@ -15,5 +16,5 @@ from cachestore.transports.select import TransportSet
 
 __all__ = [
     "ChecksumMismatch", "Landing", "MemoryFabric", "Read", "ReadHandle", "ReadReport", "ReadTimeout", "Slice",
-    "Transport", "TransportSet",
+    "Source", "Transport", "TransportSet",
 ]  # fmt: skip

@@ -186,7 +186,7 @@ class Transfer:
         self._agent, self._remote = agent, remote
         self._groups = groups(reads)
         self._next = next(self._groups, None)
-        self._inline = False
+        self._begun = self._inline = False
         self._flying: deque[tuple[Xfer, bool, list[Segment]]] = deque()
         self._verifier = Verifier(reads, agent.pools, handle)
         self._bytes = sum(read.span.length for read in reads)
@@ -241,7 +241,7 @@ class Transfer:
         if group is None or self._error or self.handle.aborted or len(self._flying) >= WINDOW:
             return False
         self._next = next(self._groups, None)
-        self._inline = self._next is None and group[0].read_index == 0 and group[0].first
+        self._inline, self._begun = self._next is None and not self._begun, True
         local: list[Row] = []
         remote: list[Row] = []
         for segment in group:
@@ -250,8 +250,8 @@ class Transfer:
                 self._error = TransferError(f"refused: pool {segment.remote_pool} is not registered that far")
                 return True
             if segment.length:
-                _append(local, self._agent.pools.address(segment.pool, segment.offset), segment.length,
-                        remote, base + segment.remote_offset)  # fmt: skip
+                local.append((self._agent.pools.address(segment.pool, segment.offset), segment.length, 0))
+                remote.append((base + segment.remote_offset, segment.length, 0))
         if not local:
             self._check(group)
             return True
@@ -288,13 +288,3 @@ class Transfer:
                     pull_seconds=seconds - verify_seconds if self._inline else seconds, note=self.handle.note,
                 )
             )  # fmt: skip
-
-
-def _append(local: list[Row], ours: int, length: int, remote: list[Row], theirs: int) -> None:
-    """Add a descriptor pair, or grow the last one where both sides go on without a gap: each costs a system call."""
-    if local and local[-1][0] + local[-1][1] == ours and remote[-1][0] + remote[-1][1] == theirs:
-        local[-1] = (local[-1][0], local[-1][1] + length, 0)
-        remote[-1] = (remote[-1][0], remote[-1][1] + length, 0)
-    else:
-        local.append((ours, length, 0))
-        remote.append((theirs, length, 0))

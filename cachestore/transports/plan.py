@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import xxhash
 
@@ -19,64 +19,67 @@ GROUP_BYTES = 4 << 20
 GROUP_SEGMENTS = 512
 
 
-@dataclass(frozen=True, slots=True)
-class Segment:
-    """A contiguous range on both sides, at most GROUP_BYTES long. `first` and `last` are within its span."""
+class Segment(NamedTuple):
+    """A range that is contiguous on both sides, of one span or of several that follow each other."""
 
     remote_pool: int
     remote_offset: int
     pool: int
     offset: int
     length: int
-    read_index: int
-    first: bool
-    last: bool
 
 
 def check(reads: Sequence[Read], pools: Pools) -> None:
     """Our own side must be right before anything starts. Raises: InvariantError."""
-    for read in reads:
-        if sum(part.length for part in read.into) != read.span.length:
-            raise InvariantError(f"a span of {read.span.length} bytes does not fit its landing slices")
-        for part in read.into:
-            if not pools.holds(part.pool, part.offset, part.length):
+    for span, into in reads:
+        length = 0
+        for part in into:
+            length += part.length
+            if not pools.holds(*part):
                 raise InvariantError(f"{part} is outside registered memory")
-
-
-def segments(reads: Sequence[Read]) -> Iterator[Segment]:
-    """Cut every read where its landing slices end and where a group would grow too large."""
-    for index, read in enumerate(reads):
-        span, done = read.span, 0
-        parts = [part for part in read.into if part.length] or list(read.into[:1])
-        for part in parts:
-            taken = 0
-            while taken < part.length or part.length == 0:
-                length = min(GROUP_BYTES, part.length - taken)
-                yield Segment(
-                    span.pool, span.offset + done, part.pool, part.offset + taken, length, index,
-                    done == 0, done + length == span.length,
-                )  # fmt: skip
-                taken, done = taken + length, done + length
-                if part.length == 0:
-                    break
+        if length != span.length:
+            raise InvariantError(f"a span of {span.length} bytes does not fit its landing slices")
 
 
 def groups(reads: Sequence[Read]) -> Iterator[list[Segment]]:
-    """Segments in order, gathered up to GROUP_BYTES and GROUP_SEGMENTS."""
+    """What moves, in order, in groups of at most GROUP_BYTES and GROUP_SEGMENTS."""
     group: list[Segment] = []
-    group_bytes = 0
-    for segment in segments(reads):
-        if group and (group_bytes + segment.length > GROUP_BYTES or len(group) == GROUP_SEGMENTS):
-            yield group
-            group, group_bytes = [], 0
-        group.append(segment)
-        group_bytes += segment.length
+    room = GROUP_BYTES
+    for remote_pool, theirs, pool, ours, left in _runs(reads):
+        while True:
+            if not room or len(group) == GROUP_SEGMENTS:
+                yield group
+                group, room = [], GROUP_BYTES
+            length = min(left, room)
+            group.append(Segment(remote_pool, theirs, pool, ours, length))
+            theirs, ours, left, room = theirs + length, ours + length, left - length, room - length
+            if not left:
+                break
     if group:
         yield group
 
 
+def _runs(reads: Sequence[Read]) -> Iterator[Segment]:
+    """The reads' pieces, however long; what goes on without a gap on both sides is one: each segment costs a
+    descriptor, and a walk over it in the system call."""
+    remote_pool: int | None = None
+    pool = theirs = ours = length = 0
+    for span, into in reads:
+        at_pool, at = span.pool, span.offset
+        for to_pool, to, part in into:
+            if at == theirs + length and to == ours + length and at_pool == remote_pool and to_pool == pool:
+                length += part
+            else:
+                if remote_pool is not None:
+                    yield Segment(remote_pool, theirs, pool, ours, length)
+                remote_pool, theirs, pool, ours, length = at_pool, at, to_pool, to, part
+            at += part
+    if remote_pool is not None:
+        yield Segment(remote_pool, theirs, pool, ours, length)
+
+
 class Verifier:
-    """Checks a read's spans as their segments land, in order, while the bytes are still in the processor's cache.
+    """Checks a read's spans as their bytes land, in order, while these are still in the processor's cache.
 
     `handle` is told how many are right; a transport that begins anew makes a new verifier.
     """
@@ -84,7 +87,9 @@ class Verifier:
     def __init__(self, reads: Sequence[Read], pools: Pools, handle: ReadHandle) -> None:
         handle.verified = 0
         self._handle = handle
-        self._reads = reads
+        self._spans = [read.span for read in reads]
+        self._number = 0  # of the span whose bytes come next
+        self._left = self._spans[0].length if self._spans else 0
         self._pools = pools
         self._running = xxhash.xxh3_64()
         self.seconds = 0.0
@@ -93,19 +98,31 @@ class Verifier:
         """Take the read's next segments. Raises: ChecksumMismatch at the end of a span whose bytes differ."""
         started = time.perf_counter()
         for segment in group:
-            view = self._pools.view(segment.pool, segment.offset, segment.length)
-            if segment.first and segment.last:
-                found = xxhash.xxh3_64_intdigest(view)
-            else:
-                if segment.first:
-                    self._running.reset()
-                self._running.update(view)
-                if not segment.last:
-                    continue
-                found = self._running.intdigest()
-            if found != self._reads[segment.read_index].span.xxh3:
-                raise ChecksumMismatch(
-                    f"span {segment.read_index} of {len(self._reads)}: its bytes differ from the promised checksum"
-                )
-            self._handle.verified = segment.read_index + 1
+            self._take(self._pools.view(segment.pool, segment.offset, segment.length))
         self.seconds += time.perf_counter() - started
+
+    def _take(self, view: memoryview) -> None:
+        """The next bytes of the spans, which end anywhere in it."""
+        at = 0
+        while self._number < len(self._spans):
+            span, left = self._spans[self._number], self._left
+            piece = view[at : at + left]
+            at += len(piece)
+            if len(piece) < left:
+                if left == span.length:
+                    self._running.reset()
+                self._running.update(piece)
+                self._left -= len(piece)
+                return
+            if left == span.length:
+                found = xxhash.xxh3_64_intdigest(piece)
+            else:
+                self._running.update(piece)
+                found = self._running.intdigest()
+            if found != span.xxh3:
+                raise ChecksumMismatch(
+                    f"span {self._number} of {len(self._spans)}: its bytes differ from the promised checksum"
+                )
+            self._number += 1
+            self._handle.verified = self._number
+            self._left = self._spans[self._number].length if self._number < len(self._spans) else 0

@@ -107,9 +107,9 @@ class TransportSet:
             return handle
         self._newest[peer.instance_id] = peer.epoch
         ranges = {pool.id: pool.length for pool in peer.pools}
-        for read in reads:
-            if read.span.offset + read.span.length > ranges.get(read.span.pool, 0):
-                handle.fail(TransferError(f"{peer.instance_id} has no such range in pool {read.span.pool}"))
+        for span, _ in reads:
+            if span.offset + span.length > ranges.get(span.pool, 0):
+                handle.fail(TransferError(f"{peer.instance_id} has no such range in pool {span.pool}"))
                 return handle
         self._first.submit(handle, peer, reads, self._note)
         return handle
