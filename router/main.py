@@ -17,6 +17,7 @@ import uvloop
 
 from model.config import load_config
 from model.tokenizer import Tokenizer, tokenizer_revision
+from moonrelay import rpc
 from moonrelay import settings as settings_module
 from moonrelay.errors import ServeError, SettingsError
 from moonrelay.log import configure
@@ -35,6 +36,7 @@ log = logging.getLogger(__name__)
 def main(argv: Sequence[str]) -> int:
     settings = settings_module.load(RouterSettings, argv, prog="moonrelay router")
     configure("router", settings.log_level)
+    rpc.prepare()
     print(json.dumps(settings_module.redacted(settings)), flush=True)
     model = load_model(settings)
     gc.freeze()  # the vocabulary lives as long as we do: collections, which stop every stream, need not look at it

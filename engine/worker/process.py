@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import logging
 import os
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any, Final, Protocol
 
 import grpc
+import uvloop
 from redis.asyncio import Redis
 
 from engine.engine import Engine, exit_process
@@ -27,6 +29,7 @@ from engine.worker.prompt import PromptRunner, Spawn
 from engine.worker.service import Gate, Server
 from engine.worker.settings import WorkerSettings
 from model.errors import BackendUnavailable, ModelError
+from moonrelay import rpc
 from moonrelay.errors import SettingsError, Unavailable
 from moonrelay.ids import Role
 from moonrelay.log import configure
@@ -95,6 +98,7 @@ def say(line: str) -> None:
 def serve(settings: WorkerSettings, *, role: Role, source: Source, service_name: str, assemble: Assemble) -> int:
     """A worker command after its settings are read: load, serve until told to stop. Returns the exit status."""
     configure(role, settings.log_level)
+    rpc.prepare()
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     say(f"{role} settings: {json.dumps(redacted(settings))}")
     try:
@@ -105,7 +109,7 @@ def serve(settings: WorkerSettings, *, role: Role, source: Source, service_name:
     failed: list[str] = []
     refused: list[SettingsError] = []
     try:
-        asyncio.run(_until_signalled(Process(settings, role, source, service_name, model), assemble))
+        uvloop.run(_until_signalled(Process(settings, role, source, service_name, model), assemble))
     except* Unavailable as unavailable:
         failed = [str(error) for error in unavailable.exceptions]
     except* SettingsError as found:
@@ -218,6 +222,8 @@ class Process:
         worker.metrics.warming = True
         await asyncio.to_thread(worker.engine.warm)
         worker.metrics.warming = False
+        gc.collect()
+        gc.freeze()  # what is here lives as long as we do: collections, which stop all sequences, need not look at it
 
     async def _serve(self, worker: Worker, server: Server, service: Service) -> None:
         """From assembled to drained."""
