@@ -228,6 +228,7 @@ def test_a_handoff_is_followed_once_by_its_own_fence(make_engine, backend):
         async with gated(make_engine, backend) as (world, gate):
             request = Request(world, prompt_of(100))
             await request.start()
+            await until(lambda: world.owner.table._handoffs[request.opened.handoff_id].followed)
             for fence in (request.opened.fence, request.opened.fence + 1):
                 follow = worker_pb2.FollowHandoffRequest(handoff_id=request.opened.handoff_id, fence=fence)
                 with pytest.raises(grpc.aio.AioRpcError) as refused:
