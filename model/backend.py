@@ -13,6 +13,7 @@ from model.batch import Backend
 from model.checkpoint import Weights, load_weights
 from model.config import load_config
 from model.drafter.config import DrafterConfig
+from model.drafter.lookup import LookupFirst
 from model.drafter.network import Drafter, drafter_id, read_drafter
 from model.drafter.paged import TorchDraftModel
 from model.drafting import DraftModel
@@ -64,7 +65,7 @@ def load_draft_model(
     model = _resolve_drafter(config, tensors, name, backend, kind, threads)
     fields = {"drafter": name, "form": config.form, "code": type(model).__name__}
     _log.info("drafter loaded", extra=fields | {"drafter_dir": str(drafter_dir)})
-    return model
+    return LookupFirst(model)
 
 
 def _resolve_drafter(

@@ -1,0 +1,92 @@
+"""A drafter that looks back first: what it finds, when it asks the network, and that nothing else changes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+import torch
+
+from model.batch import Segment
+from model.drafter.lookup import MATCH_MIN_DRAWN, LookupFirst
+from model.drafting import DraftRequest, Proposal
+
+ROWS = torch.zeros(1, 1)
+
+
+class Network:
+    """Drafts the anchor again and again, and remembers what it was asked."""
+
+    drafter_id, target_layers, block_len, draft_width = "net", (1, 2), 5, 12
+
+    def __init__(self) -> None:
+        self.asked: list[DraftRequest] = []
+        self.written = 0
+
+    def write_rows(self, segments: Sequence[Segment], taps: torch.Tensor, rows: torch.Tensor) -> None:
+        self.written += len(taps)
+
+    def draft(self, requests: Sequence[DraftRequest], rows: torch.Tensor) -> list[Proposal]:
+        self.asked += requests
+        return [
+            Proposal(tokens=[r.anchor] * r.length, confidence=[0.25] * r.length, laws=np.zeros((r.length, 9)))
+            for r in requests
+        ]
+
+
+def request(ids: list[int], temperature: float = 0.0, length: int = 4) -> DraftRequest:
+    return DraftRequest(
+        anchor=ids[-1],
+        position=len(ids) - 1,
+        blocks=[0],
+        length=length,
+        temperature=temperature,
+        uniforms=[0.5] * length,
+        context=lambda: ids,
+    )
+
+
+def test_what_followed_the_last_time_is_drafted_without_the_network() -> None:
+    network = Network()
+    (found,) = LookupFirst(network).draft([request([1, 2, 3, 4, 5, 6, 9, 2, 3])], ROWS)
+    assert (found.tokens, found.laws, network.asked) == ([4, 5, 6, 9], None, [])
+    assert len(found.confidence) == 4 and found.confidence == sorted(found.confidence)
+    assert all(0.0 < c < 1.0 for c in found.confidence)
+
+
+def test_the_text_may_end_before_the_draft() -> None:
+    (found,) = LookupFirst(Network()).draft([request([7, 8, 7, 8, 7])], ROWS)
+    assert found.tokens == [8, 7]
+    assert len(found.confidence) == 2
+
+
+@pytest.mark.parametrize("matched", range(1, MATCH_MIN_DRAWN + 1))
+def test_a_drawn_token_needs_a_longer_match_than_the_likeliest(matched: int) -> None:
+    end = [11, 12, 13, 14][-matched:]
+    ids = [1, *end, 5, 6, 7, 8, *end]
+    for temperature, least in ((0.0, 2), (0.7, MATCH_MIN_DRAWN)):
+        network = Network()
+        (found,) = LookupFirst(network).draft([request(ids, temperature)], ROWS)
+        assert (found.laws is None) == (matched >= least)
+        assert bool(network.asked) == (matched < least)
+
+
+def test_each_request_of_a_batch_keeps_its_place_and_its_own_draft() -> None:
+    repeating, fresh, blind = request([1, 2, 3, 4, 1, 2]), request([5, 6, 7]), request([3, 3, 3, 3, 3])
+    object.__setattr__(blind, "context", None)
+    network = Network()
+    together = LookupFirst(network).draft([fresh, repeating, blind], ROWS)
+    assert [proposal.tokens for proposal in together] == [[7] * 4, [3, 4, 1, 2], [3] * 4]
+    assert network.asked == [fresh, blind]
+    for one, proposal in zip((fresh, repeating, blind), together, strict=True):
+        assert LookupFirst(Network()).draft([one], ROWS)[0].tokens == proposal.tokens
+
+
+def test_rows_and_identity_are_the_networks() -> None:
+    network = Network()
+    found = LookupFirst(network)
+    found.write_rows([], torch.zeros(3, 2, 4), ROWS)
+    assert network.written == 3
+    for name in ("drafter_id", "target_layers", "block_len", "draft_width"):
+        assert getattr(found, name) == getattr(network, name)
