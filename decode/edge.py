@@ -103,6 +103,7 @@ class DecodeEdge(worker_pb2_grpc.DecodeWorkerServicer):
                 sampling=sampling,
                 restored=adoption.tokens_in_state,
                 draft_first=adoption.draft_first,
+                history=list(request.context_ids) if self._prompts.drafter else (),
                 write_back=kept is not None,
             )
             turn.submit(spec)

@@ -68,6 +68,7 @@ class SequenceSpec:
     With `write_back` the state is also copied, over the last copy, whenever a step ends on a block boundary with no
     id left to consume; the last copy is the receiver's as a SnapshotTaken just before Finished.
     Of the restored tokens, those from `draft_first` on have left their drafter rows too; restored: none has.
+    `history` are the last of their ids, as many as are known: for drafters that read the text, and for nothing else.
     """
 
     request_id: str
@@ -78,6 +79,7 @@ class SequenceSpec:
     snapshot_at: tuple[int, ...] = ()
     write_back: bool = False
     draft_first: int = 0
+    history: Sequence[int] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from moonrelay.errors import DeadlineExceeded
 from moonrelay.stubs.v1 import common_pb2, worker_pb2
@@ -21,6 +21,7 @@ from router.turn import Turn
 from router.wire import fingerprint_proto, miss_reason_name, restored_by_tier
 
 log = logging.getLogger(__name__)
+CONTEXT_IDS_MAX: Final = 16_384  # of a prompt that decode's drafter may look back on
 Hear = Callable[[Any], Awaitable[bool]]  # an event of the stream; True: it was the last
 
 
@@ -160,13 +161,15 @@ class Legs:
         """Let decode pull and adopt the handoff, and stream what it generates."""
         if leg.reservation_id is None:
             await self.reserve(turn, leg, worker)
+        opened = await handover.opened
         request = worker_pb2.AdoptRequest(
             request_id=leg.work_id,
             reservation_id=leg.reservation_id,
             sampling=leg.sampling,
-            opened=await handover.opened,
+            opened=opened,
             writeback=turn_writeback(turn, leg.lookup) if leg.lookup.writeback else None,
             tenant=turn.call.tenant,
+            context_ids=turn.ids[: opened.prompt_tokens][-CONTEXT_IDS_MAX:],
         )
         began = time.perf_counter()
 

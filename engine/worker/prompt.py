@@ -85,6 +85,7 @@ class PromptRun:
             sampling=self.prompt.sampling,
             restored=restored,
             draft_first=self.draft_first,
+            history=self.prompt.ids[:restored],
             hold_after_first=hold_after_first,
             snapshot_at=self._cuts(restored),
             write_back=self.turn.prompt is not None,

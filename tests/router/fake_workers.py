@@ -198,7 +198,9 @@ class FakePrefill(worker_pb2_grpc.PrefillWorkerServicer):
         try:
             handoff_id = f"{worker.name}-{worker.epoch}-h{len(worker.calls)}"
             worker.model.handoffs[handoff_id] = pulled = asyncio.get_running_loop().create_future()
-            opened = worker_pb2.HandoffOpened(handoff_id=handoff_id, source_address=worker.address)
+            opened = worker_pb2.HandoffOpened(
+                handoff_id=handoff_id, source_address=worker.address, prompt_tokens=len(request.prompt_ids)
+            )
             yield worker_pb2.PrefillEvent(opened=opened)
             yield worker_pb2.PrefillEvent(progress=worker_pb2.PrefillProgress(tokens_done=1))
             if worker.hold_after == -1:

@@ -97,6 +97,8 @@ async def test_only_a_seed_that_the_client_names_must_draw_the_same_with_drafts(
         workers = (("prefill-0", "Prefill"), ("decode-0", "Adopt"))
         asked = [[r.sampling.reproducible for r in c.workers[name].requests(method)] for name, method in workers]
         assert asked == [[False, True], [False, True]]
+        [prefill, adopt] = [c.workers[name].requests(method)[0] for name, method in workers]
+        assert adopt.context_ids == prefill.prompt_ids  # decode's drafter looks back on the prompt
 
 
 @pytest.mark.parametrize("roles", PATHS, ids=str)
@@ -188,8 +190,8 @@ async def test_length_and_single_token_answers():
         assert [e if e == "[DONE]" else e["choices"][0]["finish_reason"] for e in events][-2:] == ["stop", "[DONE]"]
         assert joined(events, "content") == ""
         decode = c.workers["decode-0"]
-        # Answers of one token leave nothing to adopt: their reservations come back unused.
-        await decode.until(lambda: not decode.reservations and len(decode.requests("ReleaseReservation")) == 2)
+        # An answer that its first token ends leaves nothing to adopt: its reservation comes back unused.
+        await decode.until(lambda: not decode.reservations and len(decode.requests("ReleaseReservation")) == 1)
         await c.idle()
 
 

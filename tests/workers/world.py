@@ -241,8 +241,9 @@ class World:
 
     def adopt(self, request: worker_pb2.PrefillRequest, reservation_id: str, opened: worker_pb2.HandoffOpened):
         adopt = worker_pb2.AdoptRequest(
-            request_id="r", reservation_id=reservation_id, opened=opened, sampling=request.sampling
-        )
+            request_id="r", reservation_id=reservation_id, opened=opened, sampling=request.sampling,
+            context_ids=request.prompt_ids[-40:],
+        )  # fmt: skip
         if request.write_back:
             tail = request.prompt_ids[len(request.prefix_hashes) * 64 :]
             adopt.writeback.root = request.root

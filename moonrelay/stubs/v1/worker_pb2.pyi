@@ -282,20 +282,22 @@ class ReleaseReservationReply(_message.Message):
     def __init__(self) -> None: ...
 
 class AdoptRequest(_message.Message):
-    __slots__ = ("request_id", "reservation_id", "sampling", "opened", "writeback", "tenant")
+    __slots__ = ("request_id", "reservation_id", "sampling", "opened", "writeback", "tenant", "context_ids")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     RESERVATION_ID_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     OPENED_FIELD_NUMBER: _ClassVar[int]
     WRITEBACK_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
+    CONTEXT_IDS_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     reservation_id: str
     sampling: _common_pb2.Sampling
     opened: HandoffOpened
     writeback: TurnWriteback
     tenant: str
-    def __init__(self, request_id: _Optional[str] = ..., reservation_id: _Optional[str] = ..., sampling: _Optional[_Union[_common_pb2.Sampling, _Mapping]] = ..., opened: _Optional[_Union[HandoffOpened, _Mapping]] = ..., writeback: _Optional[_Union[TurnWriteback, _Mapping]] = ..., tenant: _Optional[str] = ...) -> None: ...
+    context_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, request_id: _Optional[str] = ..., reservation_id: _Optional[str] = ..., sampling: _Optional[_Union[_common_pb2.Sampling, _Mapping]] = ..., opened: _Optional[_Union[HandoffOpened, _Mapping]] = ..., writeback: _Optional[_Union[TurnWriteback, _Mapping]] = ..., tenant: _Optional[str] = ..., context_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class DecodeEvent(_message.Message):
     __slots__ = ("adopted", "tokens", "finished", "cache")
