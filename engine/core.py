@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 from engine.api import (
     EngineEvent,
@@ -17,43 +16,20 @@ from engine.api import (
     Progress,
     Reservation,
     SampledToken,
-    SamplingParams,
     SequenceSpec,
     SnapshotTaken,
     TokenSampled,
 )
 from engine.ledger import Hold, Ledger
-from engine.sequence import Emit, EndReason, Happened, LiveSequence, Phase
+from engine.sequence import Draft, Emit, EndReason, Happened, LiveSequence, Phase
 from engine.settings import TILE_TOKENS, EngineSettings
+from engine.settle import Copies, settle
+from engine.step import Draw, Drawn, Step, Verification
 from model.batch import Segment
 from moonrelay.errors import InvalidRequest, InvariantError, Overloaded, ServeError
 
+__all__ = ["Draw", "Drawn", "Events", "Scheduler", "Step"]
 Events = list[tuple[LiveSequence, EngineEvent]]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Draw:
-    """One token to draw: `params`' law over a row of logits, for the token at `position` of the sequence."""
-
-    params: SamplingParams
-    position: int
-
-
-@dataclass(slots=True, kw_only=True)
-class Step:
-    """One forward pass; the lists run in parallel, `draws` and `copies` hold only the segments that have one."""
-
-    sequences: list[LiveSequence] = field(default_factory=list)
-    segments: list[Segment] = field(default_factory=list)
-    draws: list[Draw] = field(default_factory=list)
-    copies: list[tuple[int, int]] = field(default_factory=list)  # (slot, snapshot slot), after the pass
-    snapshots: dict[int, int] = field(default_factory=dict)  # index of a segment -> snapshot slot
-    rolling: set[int] = field(default_factory=set)  # indices of segments whose rolling copy is renewed
-    admitted: list[LiveSequence] = field(default_factory=list)
-    number: int = 0  # counts steps; only rises
-    closing: list[LiveSequence] = field(default_factory=list)  # held ones whose prompt ends here
-    num_prompt_tokens: int = 0
-    num_decode_tokens: int = 0
 
 
 class Scheduler:
@@ -65,9 +41,10 @@ class Scheduler:
     of a long one. Memory is reserved in full before a sequence is submitted, so nothing is ever preempted.
     """
 
-    def __init__(self, settings: EngineSettings, *, context_len: int) -> None:
+    def __init__(self, settings: EngineSettings, *, context_len: int, has_drafter: bool = False) -> None:
         self.settings = settings
         self.context_len = context_len
+        self.has_drafter = has_drafter
         self.ledger = Ledger(
             num_blocks=settings.num_blocks, num_slots=settings.num_slots, block_tokens=settings.block_tokens
         )
@@ -77,7 +54,7 @@ class Scheduler:
         self._cancelled: list[LiveSequence] = []
         self._step: Step | None = None
         self._num_steps = 0
-        self._snapshots_skipped = 0
+        self._copies = Copies(self.ledger, settings)
 
     # -- commands, any order ------------------------------------------------------------------------------------
 
@@ -124,14 +101,20 @@ class Scheduler:
     def has_work(self) -> bool:
         return bool(self._running or self._waiting)
 
-    def reap(self) -> Events:
-        """End what was cancelled. Not while a step runs."""
+    @property
+    def num_cancelled(self) -> int:
+        """How many `reap` has to look at."""
+        return len(self._cancelled)
+
+    def reap(self, count: int | None = None) -> Events:
+        """End what was cancelled, or the first `count` of it. Not while a step runs."""
         self._assert_no_step()
         events: Events = []
-        for sequence in self._cancelled:
+        cancelled = self._cancelled if count is None else self._cancelled[:count]
+        for sequence in cancelled:
             if sequence.phase is not Phase.ENDED:
                 events += self._finish(sequence, Happened.CANCELLED, "cancelled")
-        self._cancelled.clear()
+        del self._cancelled[: len(cancelled)]
         return events
 
     def plan(self) -> Step | None:
@@ -145,15 +128,16 @@ class Scheduler:
             step.admitted.append(sequence)
         if not self._running:
             return None
-        prompts = []
+        singles: list[LiveSequence] = []
+        prompts: list[LiveSequence] = []
         for sequence in self._running:
-            if sequence.pending == 1:
-                self._add(step, sequence, 1)
-            else:
-                prompts.append(sequence)
-        budget = self.settings.max_batch_tokens - len(step.sequences)
-        if step.sequences:
-            budget = min(budget, self.settings.prefill_share_tokens)
+            (singles if sequence.pending == 1 else prompts).append(sequence)
+        budget = self.settings.max_batch_tokens - len(singles)
+        share = min(budget, self.settings.prefill_share_tokens) if singles else budget
+        spare = budget - share if prompts else budget  # for drafts: a prompt's share is never less for them
+        for sequence in singles:
+            spare -= self._add(step, sequence, 1, drafts_max=spare)
+        budget = share
         if self._num_steps % 2:
             prompts.sort(key=lambda s: s.pending)  # stable: equals keep their arrival order
         for sequence in prompts:
@@ -165,17 +149,35 @@ class Scheduler:
         self._num_steps += 1
         return step
 
-    def complete(self, step: Step, drawn: Sequence[SampledToken | ServeError]) -> Events:
+    def offer(self, sequence: LiveSequence, draft: Draft) -> None:
+        """Tokens to verify behind its last one in the next step, as far as there is room. Not while a step runs."""
+        self._assert_no_step()
+        if sequence.phase is Phase.DECODE:
+            sequence.draft = draft
+
+    def draft_cold(self, sequence: LiveSequence, first: int) -> None:
+        """The live sequence's drafter rows are valid from `first` on only."""
+        sequence.draft_first = max(sequence.draft_first, first)
+        self.ledger.draft_cold(sequence.reservation, sequence.draft_first)
+
+    def settle(self, step: Step, drawn: Sequence[Drawn]) -> None:
+        """What each verified segment's request keeps, by `drawn`: after the pass, before `complete`, if any is."""
+        settle(step, drawn, self._copies)
+
+    def complete(self, step: Step, drawn: Sequence[Drawn]) -> Events:
         """Account for a finished step; `drawn` answers `step.draws` in order."""
         self._end_step(step)
         events: Events = []
         answers = iter(drawn)
         for index, (sequence, segment) in enumerate(zip(step.sequences, step.segments, strict=True)):
+            answer = next(answers) if segment.logits != "none" else None
+            if isinstance(answer, tuple):
+                self._complete_run(step, index, answer, events)
+                continue
             self.ledger.advance(sequence.reservation, start=segment.start, tokens=len(segment.ids))
             sequence.consumed += len(segment.ids)
             if index in step.rolling:
                 self.ledger.rolled(sequence.reservation, sequence.consumed)
-            answer = next(answers) if segment.logits == "last" else None
             slot = step.snapshots.get(index)
             if sequence.cancelled or isinstance(answer, ServeError):
                 if slot is not None:
@@ -216,7 +218,7 @@ class Scheduler:
             free_slots=self.ledger.free_slots,
             num_waiting=len(self._waiting),
             num_running=len(self._running),
-            snapshots_skipped=self._snapshots_skipped,
+            snapshots_skipped=self._copies.num_skipped,
             rolling_slots=self.ledger.rolling_slots,
         )
 
@@ -233,11 +235,19 @@ class Scheduler:
 
     # -- details -------------------------------------------------------------------------------------------------
 
-    def _add(self, step: Step, sequence: LiveSequence, count: int) -> None:
+    def _add(self, step: Step, sequence: LiveSequence, count: int, drafts_max: int = 0) -> int:
+        """Have the step consume `count` tokens and verify at most `drafts_max`; returns how many it verifies."""
         start, end = sequence.consumed, sequence.consumed + count
         held = self.ledger.tokens_in_state(sequence.reservation)
         if held != start:
             raise InvariantError(f"state holds {held} tokens, the step starts at {start}")
+        draft, sequence.draft = sequence.draft, None
+        if draft is not None:
+            # Everything that may be drawn has its place in the reservation, so the draws left bound the draft.
+            draft = draft.cut(min(drafts_max, sequence.draws_left - 1))
+        if draft is not None:
+            self._add_draft(step, sequence, draft)
+            return len(draft.tokens)
         ends_known_ids = count == sequence.pending
         segment = Segment(
             ids=sequence.ids(count),
@@ -250,34 +260,66 @@ class Scheduler:
             step.draws.append(Draw(params=sequence.spec.sampling, position=end))
             if sequence.spec.hold_after_first:
                 step.closing.append(sequence)
-        if sequence.snapshots and sequence.snapshots[-1] == end:
-            sequence.snapshots.pop()
-            slot = self.ledger.take_snapshot()
-            if slot is None:
-                self._snapshots_skipped += 1
-            else:
-                step.snapshots[len(step.segments)] = slot
-                step.copies.append((sequence.reservation.slot, slot))
-        elif sequence.spec.write_back and ends_known_ids and end % self.settings.block_tokens == 0:
-            self._roll(step, sequence)
+        copy = self._copies.target(step, sequence, len(step.segments), end, rolls=ends_known_ids)
+        if copy is not None:
+            step.copies.append((sequence.reservation.slot, copy))
         step.sequences.append(sequence)
         step.segments.append(segment)
         if sequence.last_id is None:
             step.num_prompt_tokens += count
         else:
             step.num_decode_tokens += count
+        return 0
 
-    def _roll(self, step: Step, sequence: LiveSequence) -> None:
-        """Have the segment about to be added renew its sequence's rolling copy, if there is a slot for it."""
-        slot = None if self.settings.writeback == "off" else self.ledger.roll(sequence.reservation)
+    def _add_draft(self, step: Step, sequence: LiveSequence, draft: Draft) -> None:
+        """Have the step verify what follows the sequence's last token. Copies are for `settle` to choose."""
+        verification = step.verification = step.verification or Verification()
+        segment = Segment(
+            ids=(*sequence.ids(1), *draft.tokens),
+            start=sequence.consumed,
+            slot=sequence.reservation.slot,
+            blocks=sequence.blocks,
+            logits="all",
+            record=len(verification.draws),
+        )
+        verification.draws[len(step.segments)] = len(step.draws)
+        params, position = sequence.spec.sampling, sequence.consumed + 1
+        step.draws.append(Draw(params=params, position=position, drafted=draft.tokens, laws=draft.laws))
+        step.sequences.append(sequence)
+        step.segments.append(segment)
+        step.num_decode_tokens += len(segment.ids)
+
+    def _complete_run(self, step: Step, index: int, run: Sequence[SampledToken | ServeError], events: Events) -> None:
+        """A verified segment: its events, and their order, are those of as many steps.
+
+        What was settled counts: a sequence cancelled since is ended by the next `reap`.
+        """
+        sequence, segment, verification = step.sequences[index], step.segments[index], step.verification
+        assert verification is not None
+        kept, cut, slot = verification.kept[index], verification.cuts.get(index), step.snapshots.get(index)
+        self.ledger.advance(sequence.reservation, start=segment.start, tokens=kept)
+        if index in step.rolling:
+            self.ledger.rolled(sequence.reservation, cut)
+        if index in verification.dropped:
+            sequence.consumed += kept
+            run = ()
+        for token in run[:kept]:
+            sequence.consumed += 1
+            if isinstance(token, ServeError):
+                events.append(self._fail(sequence, token))
+                break
+            if slot is not None and sequence.consumed == cut:
+                events.append((sequence, SnapshotTaken(tokens=cut, slot=slot)))
+                slot = None
+            self._accept(sequence, token, events)
         if slot is not None:
-            step.rolling.add(len(step.segments))
-            step.copies.append((sequence.reservation.slot, slot))
+            self.ledger.release_snapshot(slot)
 
     def _accept(self, sequence: LiveSequence, token: SampledToken, events: Events) -> None:
         """A token was drawn: emit it and decide whether the sequence goes on."""
         events.append((sequence, TokenSampled(token=token, position=sequence.consumed)))
         sequence.last_id = token.id
+        sequence.drawn.append(token.id)
         sequence.draws_left -= 1
         if token.id in sequence.stop_ids:
             events += self._finish(sequence, Happened.COMPLETED, "stop")
@@ -293,8 +335,11 @@ class Scheduler:
         events: Events = []
         if (kept := self.ledger.keep_rolling(sequence.reservation)) is not None:
             events.append((sequence, SnapshotTaken(tokens=kept[0], slot=kept[1])))
+        first = self.ledger.draft_first(sequence.reservation) if self.has_drafter else None
         self.ledger.detach(sequence.reservation)
-        events.append((sequence, Finished(reason=reason, tokens_in_state=sequence.consumed)))
+        drafting = sequence.drafting.report() if sequence.drafting is not None else None
+        ended = Finished(reason=reason, tokens_in_state=sequence.consumed, draft_first=first, draft=drafting)
+        events.append((sequence, ended))
         return events
 
     def _fail(self, sequence: LiveSequence, error: ServeError) -> tuple[LiveSequence, EngineEvent]:

@@ -10,6 +10,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from typing import TypeVar, cast
 
 import torch
 
@@ -19,17 +20,20 @@ from engine.errors import ModelFailed
 from engine.observer import NullObserver, Observer, SequenceReport, StepReport
 from engine.pools import Pools
 from engine.runner import Ran, Runner
-from engine.sequence import Emit, EndReason, LiveSequence
+from engine.sequence import Emit, EndReason, LiveSequence, Phase
 from engine.settings import EngineSettings
+from engine.settle import some_end
 from engine.spec import validate
+from engine.speculate import NO_DRAFTS, DraftWork, Speculator
 from engine.warm import warm
-from model.batch import Backend
+from model.batch import Backend, Verifier
 from model.drafting import DraftModel
 from model.progress import LayerProgress
 from moonrelay.errors import Unavailable
 
 log = logging.getLogger(__name__)
 EXIT_SOFTWARE = 70  # sysexits.h: an internal error
+T = TypeVar("T")
 
 
 def exit_process(error: BaseException) -> None:
@@ -37,6 +41,14 @@ def exit_process(error: BaseException) -> None:
     log.critical("engine invariant broken", exc_info=error)
     logging.shutdown()
     os._exit(EXIT_SOFTWARE)
+
+
+def attempt(work: Callable[[], T]) -> T | Exception:
+    """The edge to the models: what they raise is an answer."""
+    try:
+        return work()
+    except Exception as error:
+        return error
 
 
 class Engine:
@@ -57,14 +69,20 @@ class Engine:
         self.pools = Pools(backend.layout(settings.block_tokens), settings)
         self._observer: Observer = observer or NullObserver()
         self._on_fatal = on_fatal
-        self._runner = Runner(backend, self.pools)
-        self._core = Scheduler(settings, context_len=backend.config.context_len)
+        self._runner = Runner(backend, self.pools, settings.draft_rule)
+        self._core = Scheduler(settings, context_len=backend.config.context_len, has_drafter=drafter is not None)
         self._wake = threading.Condition(
             threading.Lock()
         )  # guards the core and `_stopping`; sleeps while no sequence lives
         self._stopping = False
         self._checked = True  # the engine's thread only
         self._thread: threading.Thread | None = None
+        self._speculator: Speculator | None = None
+        if drafter is not None:
+            verifier = cast("Verifier", backend)
+            self._speculator = Speculator(
+                drafter, verifier, settings, self.pools, attempt=attempt, cold=self._draft_cold
+            )
 
     @property
     def rows(self) -> torch.Tensor:
@@ -140,6 +158,8 @@ class Engine:
             self._refuse_if_stopping()
             sequence = self._core.submit(spec, reservation, emit)
             sequence.timeline.submitted_s = now_s
+            if self._speculator is not None:
+                self._speculator.begin(sequence)
             self._wake.notify()
 
     def cancel(self, request_id: str) -> None:
@@ -188,8 +208,9 @@ class Engine:
         """
         started_s = time.perf_counter()
         self._checked = False
+        doomed = self._before_reap(self._speculator) if self._speculator is not None else None
         with self._wake:
-            events = self._core.reap()
+            events = self._core.reap(doomed)
             step = self._core.plan()
             freed = self._core.ledger.take_freed()
         self._deliver(events, freed=freed)
@@ -201,6 +222,7 @@ class Engine:
             self.progress.begin(step.number)
             self._deliver([(sequence, LastPass(number=step.number)) for sequence in step.closing], freed=False)
         ran = self._run(step)
+        work = self._account(step, ran, self._speculator) if self._speculator is not None else NO_DRAFTS
         with self._wake:
             if isinstance(ran, ModelFailed):
                 events = self._core.fault(step, ran)
@@ -208,18 +230,10 @@ class Engine:
                 events = self._core.complete(step, ran.drawn)
             freed = self._core.ledger.take_freed()
         if isinstance(ran, Ran):
-            self._observer.step_done(
-                StepReport(
-                    num_sequences=len(step.sequences),
-                    num_prompt_tokens=step.num_prompt_tokens,
-                    num_decode_tokens=step.num_decode_tokens,
-                    num_tokens_drawn=len(ran.drawn),
-                    forward_s=ran.forward_s,
-                    sample_s=ran.sample_s,
-                    total_s=time.perf_counter() - started_s,
-                )
-            )
+            self._observer.step_done(step_report(step, ran, work, time.perf_counter() - started_s))
         self._deliver(events, freed=freed)
+        if self._speculator is not None:
+            self._draft(step, self._speculator)
         return True
 
     def _main(self) -> None:
@@ -246,15 +260,65 @@ class Engine:
             return not self._stopping
 
     def _run(self, step: Step) -> Ran | ModelFailed:
-        try:
+        ran = attempt(lambda: self._pass(step))
+        if isinstance(ran, Ran):
+            return ran
+        if isinstance(ran, AssertionError):  # InvariantError is one: a bug ends the process
+            raise ran
+        log.error("model failed", exc_info=ran, extra={"num_sequences": len(step.sequences)})
+        failure = ModelFailed("the model failed while computing this request")
+        failure.__cause__ = ran
+        return failure
+
+    def _pass(self, step: Step) -> Ran:
+        """Raises: whatever the backend does."""
+        speculator = self._speculator
+        if speculator is None:
             return self._runner.run(step, self.progress)
-        except AssertionError:  # InvariantError is one: a bug ends the process
-            raise
-        except Exception as error:  # the model's edge: an operating fault ends the sequences of this step
-            log.error("model failed", exc_info=error, extra={"num_sequences": len(step.sequences)})
-            failure = ModelFailed("the model failed while computing this request")
-            failure.__cause__ = error
-            return failure
+        verifier, records = speculator.backend, speculator.records
+        ran = self._runner.run_drafted(verifier, step, self.progress, records, speculator.taps(step))
+        if step.verification is not None:
+            assert records is not None
+            with self._wake:
+                self._core.settle(step, ran.drawn)
+            ran.fold_s = self._runner.fold(verifier, step, records)
+        return ran
+
+    # -- drafting -------------------------------------------------------------------------------------------------
+
+    def _before_reap(self, speculator: Speculator) -> int | None:
+        """How many of the cancelled to end now, None: all. Their blocks are not ours to write to any more then."""
+        if not speculator.behind:
+            return None
+        with self._wake:
+            doomed = self._core.num_cancelled
+        if doomed:
+            speculator.write_rows()
+        return doomed
+
+    def _account(self, step: Step, ran: Ran | ModelFailed, speculator: Speculator) -> DraftWork:
+        """Between a pass and its completion: rows that somebody may want now, and what its drafts came to."""
+        if isinstance(ran, ModelFailed):
+            speculator.forget(step.sequences)
+            return NO_DRAFTS
+        speculator.consumed(step)
+        if step.num_prompt_tokens or step.snapshots or some_end(step, ran.drawn):
+            speculator.write_rows()
+        return speculator.judged(step, ran.drawn, ran.forward_s + ran.sample_s + ran.fold_s)
+
+    def _draft(self, step: Step, speculator: Speculator) -> None:
+        """For those of the step that decode on: every sequence that decodes is in every step."""
+        going_on = [s for s in step.sequences if s.phase is Phase.DECODE and not s.cancelled]
+        offers = speculator.propose(going_on)
+        speculator.rest()
+        if offers:
+            with self._wake:
+                for sequence, draft in offers:
+                    self._core.offer(sequence, draft)
+
+    def _draft_cold(self, sequence: LiveSequence, first: int) -> None:
+        with self._wake:
+            self._core.draft_cold(sequence, first)
 
     def _deliver(self, events: Events, *, freed: bool) -> None:
         if freed:
@@ -276,6 +340,27 @@ class Engine:
             raise Unavailable("the worker is stopping")
 
 
+def step_report(step: Step, ran: Ran, work: DraftWork, total_s: float) -> StepReport:
+    kept = step.verification.kept if step.verification is not None else {}
+    return StepReport(
+        num_sequences=len(step.sequences),
+        num_prompt_tokens=step.num_prompt_tokens,
+        num_decode_tokens=step.num_decode_tokens,
+        num_tokens_drawn=len(ran.drawn) - len(kept) + sum(kept.values()),
+        forward_s=ran.forward_s,
+        sample_s=ran.sample_s,
+        total_s=total_s,
+        num_verified=len(kept),
+        num_drafted=work.num_drafted,
+        num_accepted=work.num_accepted,
+        draft_s=work.draft_s,
+        rows_s=work.rows_s,
+        verify_s=ran.forward_s + ran.sample_s + ran.fold_s if kept else 0.0,
+        fold_s=ran.fold_s,
+        ignored=work.ignored,
+    )
+
+
 def report(sequence: LiveSequence, reason: EndReason | None, now_s: float) -> SequenceReport:
     """What the observer hears of a sequence that ended at `now_s`."""
     times = sequence.timeline
@@ -286,6 +371,7 @@ def report(sequence: LiveSequence, reason: EndReason | None, now_s: float) -> Se
         queue_s=_elapsed(times.submitted_s, times.planned_s),
         prefill_s=_elapsed(times.planned_s, times.first_token_s),
         decode_s=_elapsed(times.first_token_s, now_s),
+        draft=sequence.drafting.report() if sequence.drafting is not None else None,
     )
 
 

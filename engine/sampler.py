@@ -8,17 +8,19 @@ filters.
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Sequence
 from enum import IntEnum
+from functools import cached_property
 from hashlib import blake2b
 
 import numpy as np
 import numpy.typing as npt
 
 from engine.api import SampledToken, SamplingParams
-from engine.core import Draw
 from engine.errors import NonFiniteLogits
+from engine.step import Draw
 
 Logits = npt.NDArray[np.float32]
 Weights = npt.NDArray[np.float32]
@@ -31,16 +33,52 @@ class Purpose(IntEnum):
     """Separates the random numbers that one position may need. The values are part of every seeded result."""
 
     SAMPLE = 0
+    DRAFT = 1  # what the drafter draws with
+    ACCEPT = 2  # what judges it
 
 
-def uniform(seed: int, choice: int, position: int, purpose: Purpose) -> float:
+def uniform(seed: int, choice: int, position: int, purpose: Purpose, slot: int = 0) -> float:
     """A number in [0, 1), 53 bits; independent across arguments. Golden vectors in the tests pin it.
 
-    A keyed hash is used as a counter-based generator: no state to hand over, and the same on every machine.
+    A keyed hash is used as a counter-based generator: no state to hand over, and the same on every machine. A draft's
+    numbers are told apart by its `slot`s and not by their positions: the next draft covers some positions again, and
+    what a verdict has looked at must not be looked at twice.
     """
-    counter = struct.pack("<QIQI", seed, choice, position, purpose)
+    counter = struct.pack("<QIQI", seed, choice, position, purpose | slot << 8)
     digest = blake2b(counter, digest_size=8, person=b"moonrelay-random").digest()
     return (int.from_bytes(digest, "little") >> 11) * FLOAT64_STEP
+
+
+class Rows:
+    """Logits [rows, vocab] fp32 of one pass; what all rows need is computed for all at once."""
+
+    def __init__(self, logits: Logits) -> None:
+        self.logits = logits
+        # One pass decides for nearly every row: a sum is finite only if no summand is NaN or infinite.
+        with np.errstate(over="ignore", invalid="ignore"):
+            self._sums = np.add.reduce(logits, axis=1).tolist()
+
+    @cached_property
+    def greedy(self) -> list[int]:
+        """The lowest id among each row's largest."""
+        ids: list[int] = self.logits.argmax(axis=1).tolist()
+        return ids
+
+    def finite(self, row: int) -> bool:
+        return math.isfinite(self._sums[row]) or bool(np.isfinite(self.logits[row]).all())
+
+    def draw(self, row: int, params: SamplingParams, position: int) -> SampledToken | NonFiniteLogits:
+        """The token at `position`, from its row's own law; the error where that has a NaN or an infinity."""
+        if not self.finite(row):
+            return NonFiniteLogits(f"the model's logits at position {position} are not finite")
+        token = self.greedy[row] if params.temperature == 0.0 else _draw(self.logits[row], params, position)
+        return self.named(row, token, params)
+
+    def named(self, row: int, token: int, params: SamplingParams) -> SampledToken:
+        """A token that was drawn, with what the request wants to know of its row."""
+        if params.top_logprobs is None:
+            return SampledToken(id=token)
+        return _with_logprobs(self.logits[row], token, params.top_logprobs)
 
 
 def sample(logits: Logits, draws: Sequence[Draw]) -> list[SampledToken | NonFiniteLogits]:
@@ -48,22 +86,8 @@ def sample(logits: Logits, draws: Sequence[Draw]) -> list[SampledToken | NonFini
 
     Shapes: logits [len(draws), vocab] fp32. A row with NaN or infinity yields the error in its place.
     """
-    # One pass decides for nearly every row: a sum is finite only if no summand is NaN or infinite.
-    with np.errstate(over="ignore", invalid="ignore"):
-        sums = np.add.reduce(logits, axis=1)
-    greedy = logits.argmax(axis=1).tolist()  # the first of equals: the lowest id
-    results: list[SampledToken | NonFiniteLogits] = []
-    for row, draw in enumerate(draws):
-        params = draw.params
-        if not np.isfinite(sums[row]) and not np.isfinite(logits[row]).all():
-            results.append(NonFiniteLogits(f"the model's logits at position {draw.position} are not finite"))
-            continue
-        token = greedy[row] if params.temperature == 0.0 else _draw(logits[row], draw)
-        if params.top_logprobs is None:
-            results.append(SampledToken(id=token))
-        else:
-            results.append(_with_logprobs(logits[row], token, params.top_logprobs))
-    return results
+    rows = Rows(logits)
+    return [rows.draw(row, draw.params, draw.position) for row, draw in enumerate(draws)]
 
 
 def filtered(logits: Logits, params: SamplingParams) -> tuple[Ids | None, Weights]:
@@ -112,7 +136,7 @@ def _nucleus(weights: Weights, top_p: float) -> Ids:
     return nucleus
 
 
-def invert(weights: Weights, fraction: float) -> int:
+def invert(weights: npt.NDArray[np.floating], fraction: float) -> int:
     """The first index at which the running sum exceeds `fraction` of the whole; never one of weight 0.
 
     Two levels in a fixed order, since a running sum over a whole vocabulary costs more than all else here.
@@ -134,10 +158,9 @@ def _first_above(reached: npt.NDArray[np.float64], target: float) -> int:
     return index
 
 
-def _draw(logits: Logits, draw: Draw) -> int:
-    params = draw.params
+def _draw(logits: Logits, params: SamplingParams, position: int) -> int:
     kept, weights = filtered(logits, params)
-    index = invert(weights, uniform(params.seed, params.choice, draw.position, Purpose.SAMPLE))
+    index = invert(weights, uniform(params.seed, params.choice, position, Purpose.SAMPLE))
     return index if kept is None else int(kept[index])
 
 

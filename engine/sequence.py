@@ -6,10 +6,15 @@ from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from engine.api import EngineEvent, FinishReason, Reservation, SequenceSpec
+from engine.api import DraftReport, EngineEvent, FinishReason, Reservation, SequenceSpec
+from engine.draft_policy import Acceptance
 from moonrelay.errors import InvariantError
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
 
 Emit = Callable[[EngineEvent], None]
 EndReason = FinishReason | Literal["held"]
@@ -56,6 +61,50 @@ class Timeline:
     first_token_s: float | None = None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Draft:
+    """Tokens to verify behind the last one, at least one; laws [len(tokens), vocab]: see `core.Draw`."""
+
+    tokens: Sequence[int]
+    laws: npt.NDArray[np.float32] | None = None
+
+    def cut(self, length: int) -> Draft | None:
+        if length < 1:
+            return None
+        if length >= len(self.tokens):
+            return self
+        return Draft(tokens=self.tokens[:length], laws=None if self.laws is None else self.laws[:length])
+
+
+@dataclass(slots=True, kw_only=True)
+class Drafting:
+    """What drafting did for a sequence so far, as `api.DraftReport` says it, and what is expected of its drafts.
+
+    `claimed`: the drafter's confidence in each token of its last draft.
+    """
+
+    acceptance: Acceptance
+    claimed: Sequence[float] = ()
+    drafted: int = 0
+    accepted: int = 0
+    verify_steps: int = 0
+    plain_steps: int = 0
+    draft_s: float = 0.0
+    verify_s: float = 0.0
+    saved_s: float = 0.0
+
+    def report(self) -> DraftReport:
+        return DraftReport(
+            drafted=self.drafted,
+            accepted=self.accepted,
+            verify_steps=self.verify_steps,
+            plain_steps=self.plain_steps,
+            draft_s=self.draft_s,
+            verify_s=self.verify_s,
+            saved_s=self.saved_s,
+        )
+
+
 class LiveSequence:
     """A submitted sequence until its last event; only the scheduler changes it.
 
@@ -66,6 +115,10 @@ class LiveSequence:
         "blocks",
         "cancelled",
         "consumed",
+        "draft",
+        "draft_first",
+        "drafting",
+        "drawn",
         "draws",
         "draws_left",
         "emit",
@@ -87,6 +140,10 @@ class LiveSequence:
         self.draws = self.draws_left = draws
         self.timeline = Timeline()
         self.last_id: int | None = None
+        self.drawn: list[int] = []
+        self.draft: Draft | None = None  # for the next step
+        self.draft_first = spec.draft_first  # the first token with valid drafter rows
+        self.drafting: Drafting | None = None  # None: nobody drafts for it
         self.cancelled = False
         # A buffer of C ints: a backend reads a long sequence's blocks at every step without converting them.
         self.blocks: Sequence[int] = array("i", reservation.blocks)

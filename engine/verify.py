@@ -12,9 +12,10 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from engine.settings import DraftRule as Rule
+from engine.settings import DraftRule
 
 Law = npt.NDArray[np.float64]
+Rule = DraftRule
 
 
 @dataclass(frozen=True, slots=True, eq=False)

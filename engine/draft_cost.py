@@ -1,0 +1,62 @@
+"""What steps and drafts cost by their size, learned from those that ran. Pure."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+OWN_RATE, SHARED_RATE = 0.1, 0.05  # how much of a surprise moves a size's own figure, and all figures
+SURPRISE_MAX = math.log(1.5)  # one step that waited for another process says little
+MORE = 0.1  # a token more, in steps of one sequence's one token: hopeful, so that the truth is soon tried
+
+
+@dataclass(slots=True, kw_only=True)
+class Costs:
+    """Seconds by (sequences, tokens), running averages of logarithms.
+
+    What all sizes have in common, a longer context or a busier machine, moves every figure: so that sizes that are
+    rarely run stay comparable with those that are run all the time.
+    """
+
+    _seen: dict[int, dict[int, float]] = field(default_factory=dict)  # log seconds, without what is shared
+    _shared: float = 0.0
+
+    def observe(self, sequences: int, tokens: int, seconds: float) -> None:
+        if not seconds > 0.0:
+            return
+        row, figure = self._seen.setdefault(sequences, {}), math.log(seconds)
+        known = row.get(tokens)
+        if known is None:
+            row[tokens] = figure - self._shared
+            return
+        surprise = min(max(figure - known - self._shared, -SURPRISE_MAX), SURPRISE_MAX)
+        self._shared += SHARED_RATE * surprise
+        row[tokens] = known + OWN_RATE * surprise
+
+    def estimate(self, sequences: int, tokens: int) -> float | None:
+        """Seconds; between sizes that were seen on a line, beyond them as they rise. None: nothing was seen."""
+        row = self._seen.get(sequences)
+        if row is None:
+            if not self._seen:
+                return None
+            # The nearest number of sequences, with as many tokens more or less.
+            near = min(self._seen, key=lambda other: (abs(other - sequences), other))
+            return self._along(self._seen[near], tokens)
+        known = row.get(tokens)
+        return self._seconds(known) if known is not None else self._along(row, tokens)
+
+    def _along(self, row: dict[int, float], tokens: int) -> float:
+        below = max((n for n in row if n <= tokens), default=None)
+        above = min((n for n in row if n >= tokens), default=None)
+        if below is not None and above is not None:
+            low, high = self._seconds(row[below]), self._seconds(row[above])
+            return low if below == above else low + (high - low) * (tokens - below) / (above - below)
+        nearest = below if below is not None else above
+        assert nearest is not None
+        base = self._seconds(row[nearest])
+        other = min(row) if below is not None else max(row)
+        rise = (self._seconds(row[other]) - base) / (other - nearest) if other != nearest else MORE * base / nearest
+        return max(base + max(rise, 0.0) * (tokens - nearest), base * min(tokens / nearest, 1.0) * MORE)
+
+    def _seconds(self, figure: float) -> float:
+        return math.exp(figure + self._shared)

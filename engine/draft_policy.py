@@ -1,0 +1,223 @@
+"""How many tokens to draft for each sequence, and how many of a draft to verify. Pure: numbers in, numbers out.
+
+A step of S sequences that verifies n tokens more keeps S tokens and the expected part of n, and takes the time of
+S + n tokens and of the drafting. Tokens are added, likeliest first, as long as tokens per second rise; where none
+raises them nothing is drafted, and what can be learned is probed for at a fixed small share of the time.
+
+Chances come from what was kept before, of this sequence and of all, and from the drafter's confidence, corrected by
+what it was worth so far; costs from the steps that ran. Whether a drafted token is verified depends on tokens before
+it and on the past alone: a choice that looked at later ones would bend the law of what a request draws.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from engine.draft_cost import Costs
+
+KEPT_PRIOR = 0.7  # of the first drafts ever; soon forgotten
+OWN_RATE, ALL_RATE = 1 / 12, 1 / 64  # how fast a sequence's own chances and those of all follow what happens
+OWN_FEW, ALL_FEW = 2, 8  # as if so many drafts had been seen before the first
+BIAS_RATE = 0.1
+BIAS_MAX = 4.0
+DOUBT = 0.3  # what may be better than it is known, of a sequence without drafts so far
+GAIN_MIN = 1.02  # drafting that promises less is not worth its risk
+PRICE_MIN, PRICE_MAX = 0.02, 0.95
+PROBE_SHARE = 0.01  # of the time, spent on drafts that do not pay
+PROBE_LEN = 3
+CREDIT_MAX_S = 1.0
+LOOK_AGAIN = 64  # steps after which a choice not to draft is thought over; and between plain steps where it pays
+FEATURES_MIN = 1e-6
+
+
+Draws = Literal["greedy", "seeded", "sampled"]  # how a request draws: drafts do differently well with each
+
+
+@dataclass(slots=True, kw_only=True)
+class Acceptance:
+    """How well drafts do: of one sequence, or of all that draw alike.
+
+    kept: for each slot, the chance that its token is kept, given that those before it are; bias: what is added to
+    the log odds of the drafter's confidence; ideas: the chance that there is a draft at all; seen: drafts judged.
+    """
+
+    kept: list[float]
+    bias: float = 0.0
+    ideas: float = 1.0
+    seen: int = 0
+
+    def observe(self, confidence: Sequence[float], outcomes: Sequence[bool], *, few: int, rate: float) -> None:
+        """Learn from the slots of a draft that were decided, all kept but perhaps the last."""
+        self.seen += 1
+        speed = max(1.0 / (self.seen + few), rate)
+        for slot, (claimed, kept) in enumerate(zip(confidence, outcomes, strict=True)):
+            self.kept[slot] += speed * (kept - self.kept[slot])
+            miss = kept - self.calibrated(claimed)
+            self.bias = min(max(self.bias + BIAS_RATE * miss, -BIAS_MAX), BIAS_MAX)
+
+    def calibrated(self, confidence: float) -> float:
+        """The chance that a token of this confidence is kept."""
+        claimed = min(max(confidence, FEATURES_MIN), 1.0 - FEATURES_MIN)
+        return 1.0 / (1.0 + (1.0 - claimed) / claimed * math.exp(-self.bias))
+
+    def survival(self, length: int) -> list[float]:
+        """For each slot, the chance that its token and all before it are kept, what is unknown taken hopefully."""
+        doubt, chance = DOUBT / (1 + self.seen), self.ideas
+        chances = []
+        for kept in self.kept[:length]:
+            chance *= min(kept + doubt * (1.0 - kept), 1.0)
+            chances.append(chance)
+        return chances
+
+
+@dataclass(slots=True, kw_only=True)
+class Plan:
+    """How many tokens to draft for each sequence; a drafted token is verified while the chance that it and all before
+    it are kept is at least `price`."""
+
+    lengths: list[int]
+    price: float = 0.0
+
+    def verified(self, acceptance: Acceptance, confidence: Sequence[float]) -> int:
+        """How many tokens of a draft to verify, given the drafter's confidence in each."""
+        chance = 1.0
+        for count, claimed in enumerate(confidence):
+            chance *= acceptance.calibrated(claimed)
+            if chance < self.price:
+                return count
+        return len(confidence)
+
+
+@dataclass(slots=True, kw_only=True)
+class DraftPolicy:
+    """Lengths for one engine. `len_max`: the longest draft; not `adaptive`: every draft is that long, and verified.
+
+    Units: seconds.
+    """
+
+    len_max: int
+    adaptive: bool = True
+    steps: Costs = field(default_factory=Costs)  # by sequences and tokens of a step without prompts
+    drafts: Costs = field(default_factory=Costs)  # by requests and slots
+    _priors: dict[Draws, Acceptance] = field(default_factory=dict)
+    _credit_s: float = 0.0
+    _still: int = 0  # steps since the last plan that was thought over
+    _still_for: int = 0  # sequences of that plan, which chose not to draft; 0: it did draft
+    _turn: int = 0  # whose turn it is to be probed
+    _drafting: int = 0  # steps with drafts since the last plain one
+
+    def begin(self, *, draws: Draws) -> Acceptance:
+        """What is expected of a new sequence: what others that draw alike came to."""
+        prior = self._prior(draws)
+        return replace(prior, kept=list(prior.kept), seen=0)
+
+    def plan(self, known: Sequence[Acceptance], caps: Sequence[int]) -> Plan | None:
+        """For the sequences of the next step, each with the longest draft that it has room for; None: draft nothing.
+
+        Sequences that may not be drafted for have a cap of 0.
+        """
+        caps = [min(cap, self.len_max) for cap in caps]
+        if not any(caps):
+            return None
+        if not self.adaptive:
+            return Plan(lengths=caps)
+        if self._still_for == len(known) and self._still < LOOK_AGAIN:
+            self._still += 1
+            return self._probe(known, caps)
+        plan = self._best(known, caps)
+        self._still, self._still_for = 0, 0 if plan is not None else len(known)
+        if plan is None:
+            return self._probe(known, caps)
+        self._drafting += 1
+        if self._drafting >= LOOK_AGAIN:  # what a plain step costs now must be known too
+            self._drafting = 0
+            return None
+        return plan
+
+    def ran(self, *, sequences: int, tokens: int, seconds: float) -> None:
+        """A step without prompts: `tokens` in all of `sequences`."""
+        self.steps.observe(sequences, tokens, seconds)
+        self._credit_s = min(self._credit_s + PROBE_SHARE * seconds, CREDIT_MAX_S)
+
+    def drafted(self, *, requests: int, slots: int, seconds: float) -> None:
+        self.drafts.observe(requests, slots, seconds)
+
+    def judged(self, own: Acceptance, confidence: Sequence[float], outcomes: Sequence[bool], *, draws: Draws) -> None:
+        """What became of a sequence's draft: see `Acceptance.observe`."""
+        own.observe(confidence, outcomes, few=OWN_FEW, rate=OWN_RATE)
+        self._prior(draws).observe(confidence, outcomes, few=ALL_FEW, rate=ALL_RATE)
+        self._still = LOOK_AGAIN
+
+    def had_idea(self, own: Acceptance, *, idea: bool, draws: Draws) -> None:
+        """Whether the drafter, asked for this sequence, gave any token."""
+        own.ideas += OWN_RATE * (idea - own.ideas)
+        prior = self._prior(draws)
+        prior.ideas += ALL_RATE * (idea - prior.ideas)
+
+    def forget(self) -> None:
+        """What drafts came to, not what things cost: the texts so far were not real ones."""
+        self._priors.clear()
+        self._credit_s, self._still_for = 0.0, 0
+
+    def plain_s(self, sequences: int) -> float | None:
+        """What a step without drafts takes; None: not known."""
+        return self.steps.estimate(sequences, sequences)
+
+    # -- details ---------------------------------------------------------------------------------------------------
+
+    def _prior(self, draws: Draws) -> Acceptance:
+        return self._priors.setdefault(draws, Acceptance(kept=[KEPT_PRIOR] * self.len_max))
+
+    def _best(self, known: Sequence[Acceptance], caps: Sequence[int]) -> Plan | None:
+        """The most tokens per second; None where that is without drafts."""
+        count = len(known)
+        plain = self.plain_s(count)
+        if plain is None:  # the first step there is
+            return Plan(lengths=list(caps))
+        chances = [
+            (chance, index)
+            for index, (acceptance, cap) in enumerate(zip(known, caps, strict=True))
+            for chance in acceptance.survival(cap)
+        ]
+        chances.sort(key=lambda pair: -pair[0])  # stable: a sequence's slots stay in order
+        lengths, kept = [0] * count, float(count)
+        best_rate, best = GAIN_MIN * count / plain, 0
+        requests = 0
+        for tokens, (chance, index) in enumerate(chances, 1):
+            requests += not lengths[index]
+            lengths[index] += 1
+            kept += chance
+            rate = kept / self._seconds(count, tokens, requests, plain)
+            if rate > best_rate:
+                best_rate, best = rate, tokens
+        if not best:
+            return None
+        lengths = [0] * count
+        for _, index in chances[:best]:
+            lengths[index] += 1
+        more = (self.steps.estimate(count, count + best) or plain) - plain
+        price = min(max(best_rate * more / best, PRICE_MIN), PRICE_MAX)
+        # One slot further than it pays on average: where confidence is high it will.
+        return Plan(lengths=[min(n + 1, cap) if n else 0 for n, cap in zip(lengths, caps, strict=True)], price=price)
+
+    def _seconds(self, sequences: int, tokens: int, requests: int, plain: float) -> float:
+        step = self.steps.estimate(sequences, sequences + tokens)
+        draft = self.drafts.estimate(requests, tokens + requests)
+        return (plain if step is None else step) + (0.0 if draft is None else draft)
+
+    def _probe(self, known: Sequence[Acceptance], caps: Sequence[int]) -> Plan | None:
+        """One sequence's draft, in turn, where what was put aside pays for it."""
+        index = self._turn % len(known)
+        length = min(caps[index], PROBE_LEN)
+        plain = self.plain_s(len(known)) or 0.0
+        cost = self._seconds(len(known), length, 1, plain) - plain
+        if not length:
+            self._turn += 1
+        if not length or self._credit_s < max(cost, PROBE_SHARE * plain):
+            return None
+        self._credit_s -= cost
+        self._turn += 1
+        return Plan(lengths=[length if i == index else 0 for i in range(len(known))])

@@ -1,0 +1,344 @@
+"""The drafter at work: rows of what was consumed, drafts for what goes on, what became of them.
+
+On the engine's thread only. A drafter is advice: whatever it does wrong is counted and ignored, and one that keeps
+failing is switched off. Nothing here can end a sequence or change what it draws, but for the law's own dice.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from engine.api import SampledToken
+from engine.draft_policy import DraftPolicy, Draws, Plan
+from engine.pools import Pools, mapped_floats
+from engine.sampler import Purpose, uniform
+from engine.sequence import Draft, Drafting, LiveSequence
+from engine.settings import EngineSettings
+from engine.step import Drawn, Step
+from model.batch import Segment, Verifier
+from model.drafting import DraftModel, DraftRequest, Proposal
+from moonrelay.errors import InvariantError, SettingsError
+
+log = logging.getLogger(__name__)
+FAULTS_MAX = 8  # in a row, then the drafter is switched off
+BACKLOG_TOKENS_MAX = 64  # whose rows are not written yet: one product for many is several times cheaper than for one
+LAW_SLACK = 1e-3  # how far from 1 a drafter's law may sum up to
+
+
+class Attempt(Protocol):
+    """Runs what may raise anything. The edge to it is the engine's."""
+
+    def __call__(self, work: Callable[[], Any], /) -> Any: ...
+
+
+@dataclass(slots=True)
+class _Consumed:
+    """Tokens of one sequence whose drafter rows are to be written: ids from `start` on and their taps."""
+
+    sequence: LiveSequence
+    start: int
+    ids: list[int]
+    taps: list[torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftWork:
+    """Of one step, and what was spent since the one before. Units: tokens; seconds; `ignored`: drafts by what was
+    wrong with them."""
+
+    num_drafted: int = 0
+    num_accepted: int = 0
+    draft_s: float = 0.0
+    rows_s: float = 0.0
+    ignored: Mapping[str, int] = field(default_factory=dict)
+
+
+NO_DRAFTS = DraftWork()
+
+
+class Speculator:
+    """Owns the drafter, the taps and the records; keeps the books of what drafting does."""
+
+    def __init__(
+        self,
+        drafter: DraftModel,
+        backend: Verifier,
+        settings: EngineSettings,
+        pools: Pools,
+        *,
+        attempt: Attempt,
+        cold: Callable[[LiveSequence, int], None],
+    ) -> None:
+        """`cold` is told from where on a sequence's drafter rows are valid, when some could not be written.
+
+        Raises: SettingsError if the backend cannot verify.
+        """
+        self.drafter, self.backend, self.pools = drafter, backend, pools
+        self.length_max = min(settings.draft_len_max, drafter.block_len)
+        if self.length_max and not hasattr(backend, "fold"):
+            raise SettingsError(f"the {backend.name} backend cannot verify drafts: draft_len_max must be 0")
+        self.policy = DraftPolicy(len_max=self.length_max, adaptive=settings.draft_adaptive)
+        self.on = True
+        self._attempt, self._cold = attempt, cold
+        self._vocab_size = backend.config.vocab_size
+        self._taps: torch.Tensor | None = None
+        if drafter.target_layers:
+            backend.tap(drafter.target_layers)
+            shape = settings.max_batch_tokens, len(drafter.target_layers), backend.config.hidden_size
+            self._taps = mapped_floats(shape[0], shape[1] * shape[2]).view(shape)
+        record = pools.layout.record_floats(self.length_max + 1)
+        self.records = mapped_floats(settings.max_batch_sequences, record) if self.length_max else None
+        self._backlog: dict[LiveSequence, _Consumed] = {}
+        self._faults = 0  # in a row
+        self._draft_s = self._rows_s = 0.0
+        self._ignored: Counter[str] = Counter()
+
+    # -- a pass ---------------------------------------------------------------------------------------------------
+
+    def taps(self, step: Step) -> torch.Tensor | None:
+        """[tokens of the step, num_taps, hidden], for the pass to fill; None where nobody would read them."""
+        if self._taps is None or not self.on:
+            return None
+        return self._taps[: step.num_prompt_tokens + step.num_decode_tokens]
+
+    def consumed(self, step: Step) -> None:
+        """The pass ran and is settled: what its sequences keep will need rows."""
+        kept = step.verification.kept if step.verification is not None else {}
+        at = 0
+        for index, (sequence, segment) in enumerate(zip(step.sequences, step.segments, strict=True)):
+            tokens = kept.get(index, len(segment.ids))
+            if not self.on or self._taps is None:
+                if self.drafter.draft_width:
+                    self._cold(sequence, segment.start + tokens)
+            else:
+                entry = self._backlog.get(sequence)
+                if entry is None:
+                    entry = self._backlog[sequence] = _Consumed(sequence, segment.start, [], [])
+                entry.ids += segment.ids[:tokens]
+                entry.taps.append(self._taps[at : at + tokens])
+            at += len(segment.ids)
+
+    @property
+    def behind(self) -> bool:
+        """Whether rows are still to be written."""
+        return bool(self._backlog)
+
+    def write_rows(self) -> None:
+        """Of all that was consumed. Before anybody else may own the blocks, or look into them."""
+        if not self._backlog:
+            return
+        entries = list(self._backlog.values())
+        self._backlog.clear()
+        segments = [
+            Segment(ids=e.ids, start=e.start, slot=e.sequence.reservation.slot, blocks=e.sequence.blocks)
+            for e in entries
+        ]
+        pieces = [piece for entry in entries for piece in entry.taps]
+        taps = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+        started = time.perf_counter()
+        failed = self._attempt(lambda: self.drafter.write_rows(segments, taps, self.pools.rows))
+        self._rows_s += time.perf_counter() - started
+        if failed is not None:
+            for entry in entries:
+                self._cold(entry.sequence, entry.start + len(entry.ids))
+            self._fault("rows", failed)
+
+    def rest(self) -> None:
+        """Before the next pass overwrites the taps: keep what is still needed, or use it."""
+        if sum(len(entry.ids) for entry in self._backlog.values()) >= BACKLOG_TOKENS_MAX:
+            self.write_rows()
+        for entry in self._backlog.values():
+            entry.taps[-1] = entry.taps[-1].clone()
+
+    def forget(self, sequences: Sequence[LiveSequence]) -> None:
+        """They have failed: nobody reads their rows."""
+        for sequence in sequences:
+            self._backlog.pop(sequence, None)
+
+    # -- drafts ---------------------------------------------------------------------------------------------------
+
+    def begin(self, sequence: LiveSequence) -> None:
+        """A sequence was submitted."""
+        if self.length_max and not sequence.spec.hold_after_first:
+            acceptance = self.policy.begin(draws=_draws(sequence))
+            sequence.drafting = Drafting(acceptance=acceptance)
+
+    def propose(self, sequences: Sequence[LiveSequence]) -> list[tuple[LiveSequence, Draft]]:
+        """Drafts for sequences that decode on, as far as that pays."""
+        if not self.on or not self.length_max or not sequences:
+            return []
+        known = [_drafting(sequence).acceptance for sequence in sequences]
+        plan = self.policy.plan(known, [min(sequence.draws_left - 1, self.length_max) for sequence in sequences])
+        if plan is None:
+            return []
+        self.write_rows()
+        if not self.on:
+            return []
+        asked = [(s, length) for s, length in zip(sequences, plan.lengths, strict=True) if length > 0]
+        requests = [_request(sequence, length) for sequence, length in asked]
+        started = time.perf_counter()
+        proposals = self._attempt(lambda: self.drafter.draft(requests, self.pools.rows))
+        seconds = time.perf_counter() - started
+        self._draft_s += seconds
+        self.policy.drafted(
+            requests=len(asked), slots=sum(length for _, length in asked) + len(asked), seconds=seconds
+        )
+        for sequence, _ in asked:
+            _drafting(sequence).draft_s += seconds / len(asked)
+        if isinstance(proposals, Exception):
+            self._fault("raised", proposals, count=len(asked))
+            return []
+        if not isinstance(proposals, list) or len(proposals) != len(asked):
+            self._fault("length", InvariantError(f"{len(asked)} drafts asked for, not as many given"), len(asked))
+            return []
+        return self._chosen(asked, proposals, plan)
+
+    def judged(self, step: Step, drawn: Sequence[Drawn], seconds: float) -> DraftWork:
+        """What became of the drafts of the step, which took `seconds` in all. Before `complete`."""
+        tokens = step.num_prompt_tokens + step.num_decode_tokens
+        count = len(step.sequences)
+        pure = step.num_prompt_tokens == 0
+        if pure:
+            self.policy.ran(sequences=count, tokens=tokens, seconds=seconds)
+        plain_s = self.policy.plain_s(count) if pure else None
+        draws = step.verification.draws if step.verification is not None else {}
+        num_drafted = num_accepted = 0
+        for index, sequence in enumerate(step.sequences):
+            drafting = sequence.drafting
+            if drafting is None or sequence.last_id is None:
+                continue
+            if index not in draws:
+                drafting.plain_steps += 1
+                continue
+            assert step.verification is not None
+            run, kept = drawn[draws[index]], step.verification.kept[index]
+            assert isinstance(run, tuple)
+            length, passed = len(step.segments[index].ids) - 1, min(kept, len(run) - 1)
+            drafting.verify_steps += 1
+            drafting.drafted += length
+            drafting.accepted += passed
+            drafting.verify_s += seconds * (length + 1) / tokens
+            if plain_s is not None:
+                drafting.saved_s += kept * plain_s - seconds
+            num_drafted += length
+            num_accepted += passed
+            if index in step.verification.dropped:
+                continue
+            # The token after those kept was refused, unless the run ended for another reason: then nobody asked.
+            refused = kept == len(run) and passed < length and isinstance(run[-1], SampledToken)
+            outcomes = [True] * passed + [False] * refused
+            self.policy.judged(
+                drafting.acceptance, drafting.claimed[: len(outcomes)], outcomes, draws=_draws(sequence)
+            )
+        return self._work(num_drafted, num_accepted)
+
+    # -- details --------------------------------------------------------------------------------------------------
+
+    def _work(self, num_drafted: int, num_accepted: int) -> DraftWork:
+        ignored: Mapping[str, int] = NO_DRAFTS.ignored
+        if self._ignored:
+            ignored = dict(self._ignored)
+            self._ignored.clear()
+        work = DraftWork(
+            num_drafted=num_drafted,
+            num_accepted=num_accepted,
+            draft_s=self._draft_s,
+            rows_s=self._rows_s,
+            ignored=ignored,
+        )
+        self._draft_s = self._rows_s = 0.0
+        return work
+
+    def _chosen(
+        self, asked: Sequence[tuple[LiveSequence, int]], proposals: Sequence[Proposal], plan: Plan
+    ) -> list[tuple[LiveSequence, Draft]]:
+        """What is worth verifying of what was proposed."""
+        offers = []
+        for (sequence, length), proposal in zip(asked, proposals, strict=True):
+            drafting, draws = _drafting(sequence), _draws(sequence)
+            wrong = self._wrong(proposal, length, draws=draws)
+            if wrong is not None:
+                self._fault(wrong, InvariantError(f"a draft was refused: {wrong}"))
+                continue
+            self._faults = 0
+            self.policy.had_idea(drafting.acceptance, idea=bool(proposal.tokens), draws=draws)
+            if not proposal.tokens:
+                self._ignored["empty"] += 1
+                continue
+            drafting.claimed = proposal.confidence
+            draft = Draft(tokens=proposal.tokens, laws=proposal.laws if draws == "sampled" else None)
+            worth = draft.cut(plan.verified(drafting.acceptance, proposal.confidence))
+            if worth is not None:
+                offers.append((sequence, worth))
+        return offers
+
+    def _wrong(self, proposal: Proposal, length: int, *, draws: Draws) -> str | None:
+        """Why a proposal cannot be used; None: it can. An empty one is right."""
+        tokens, laws = proposal.tokens, proposal.laws
+        if len(tokens) > length or len(proposal.confidence) != len(tokens):
+            return "length"
+        if not tokens:
+            return None
+        if min(tokens) < 0 or max(tokens) >= self._vocab_size:
+            return "vocabulary"
+        if not np.isfinite(proposal.confidence).all():
+            return "non_finite"
+        if laws is None or draws != "sampled":
+            return None
+        if laws.shape != (len(tokens), self._vocab_size):
+            return "law"
+        sums = laws.sum(axis=1, dtype=np.float64)
+        if not np.isfinite(sums).all():
+            return "non_finite"
+        if np.abs(sums - 1.0).max() > LAW_SLACK or laws.min() < 0.0:
+            return "law"
+        return None if laws[np.arange(len(tokens)), tokens].min() > 0.0 else "law"
+
+    def _fault(self, reason: str, error: Exception, count: int = 1) -> None:
+        self._ignored[reason] += count
+        self._faults += 1
+        log.debug("draft ignored", exc_info=error, extra={"reason": reason})
+        if self._faults >= FAULTS_MAX and self.on:
+            self.on = False
+            log.error("drafter switched off", exc_info=error, extra={"drafter": self.drafter.drafter_id})
+            for entry in self._backlog.values():
+                self._cold(entry.sequence, entry.start + len(entry.ids))
+            self._backlog.clear()
+
+
+def _request(sequence: LiveSequence, length: int) -> DraftRequest:
+    params, position = sequence.spec.sampling, sequence.consumed
+    temperature = params.temperature if _draws(sequence) == "sampled" else 0.0  # else the likeliest: a certain draft
+    numbers = [
+        uniform(params.seed, params.choice, position + 1, Purpose.DRAFT, slot)
+        for slot in range(length if temperature > 0.0 else 0)
+    ]
+    assert sequence.last_id is not None
+    return DraftRequest(
+        anchor=sequence.last_id,
+        position=position,
+        blocks=sequence.blocks,
+        length=length,
+        first=sequence.draft_first,
+        temperature=temperature,
+        uniforms=numbers,
+        context=lambda: [*sequence.spec.history, *sequence.spec.ids, *sequence.drawn],
+    )
+
+
+def _draws(sequence: LiveSequence) -> Draws:
+    params = sequence.spec.sampling
+    return "greedy" if params.temperature == 0.0 else "seeded" if params.reproducible else "sampled"
+
+
+def _drafting(sequence: LiveSequence) -> Drafting:
+    assert sequence.drafting is not None
+    return sequence.drafting
