@@ -14,7 +14,7 @@ import asyncio
 import itertools
 import struct
 import time
-from typing import Any, Final, NoReturn, TypeVar
+from typing import Any, Final, NoReturn, TypeVar, cast
 
 import grpc
 from google.protobuf.message import DecodeError, Message
@@ -48,8 +48,7 @@ class _Frames(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        self._transport = cast("asyncio.Transport", transport)  # uvloop's are none by descent
 
     def data_received(self, data: bytes) -> None:
         self._waiting += data
