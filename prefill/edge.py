@@ -118,10 +118,14 @@ class PrefillEdge(worker_pb2_grpc.PrefillWorkerServicer):
         """The first token; and why the turn ended, where it ended the turn."""
         token: SampledToken | None = None
         while True:
-            for event in await run.events():
+            events = await run.events()
+            last = any(isinstance(event, Finished) for event in events)
+            for event in events:
                 match event:
                     case Progress(tokens=done):
                         handoff.tokens_done(done)
+                        if last:
+                            continue  # the token says as much, and nothing may go before it
                         await emit(worker_pb2.PrefillEvent(progress=worker_pb2.PrefillProgress(tokens_done=done)))
                     case LastPass(number=number) if handoff.wants_layers:
                         self._layers.add(handoff, number)

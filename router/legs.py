@@ -106,6 +106,11 @@ class Legs:
         cancelled for ever, and one that has failed swallows a cancellation from outside.
         """
         handover = Handover()
+        if turn.remaining == 1:  # prefill draws it, and decode's part would only take the cores from prefill's
+            await self._prefill(turn, leg, handover, prefill)
+            if not turn.ended:
+                raise WorkerLost(f"{prefill.instance_id} did not end the turn with its last token", prefill)
+            return
         loop = asyncio.get_running_loop()
         prefilling = loop.create_task(self._prefill(turn, leg, handover, prefill))  # first: the client waits for it
         decoding = loop.create_task(self._decode(turn, leg, handover, prefill, decode))

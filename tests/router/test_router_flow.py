@@ -36,22 +36,35 @@ async def test_decodes_tokens_wait_for_prefills_first():
         await c.idle()
 
 
-@pytest.mark.parametrize("limit", [1, 4])
 @in_loop
-async def test_decode_may_end_before_prefill_says_that_it_has(limit):
+async def test_one_token_is_prefills_and_decode_hears_nothing_of_it():
+    async with cluster() as c:
+        counting(c)
+        status, answer = await c.post("/v1/completions", completion_request(max_tokens=1))
+        assert (status, answer["usage"]["completion_tokens"]) == (200, 1)
+        assert answer["choices"][0]["finish_reason"] == "length"
+        assert not c.workers["decode-0"].requests("Reserve") and not c.workers["decode-0"].requests("Adopt")
+        await c.idle()
+
+
+@pytest.mark.parametrize("tokens", [1, 4])
+@in_loop
+async def test_decode_may_end_before_prefill_says_that_it_has(tokens):
     """Its tokens, its refusal of a handoff that was withdrawn, or its last word come before prefill's last event."""
     async with cluster() as c:
         counting(c)
+        if tokens == 1:
+            c.model.reply = [TOKENIZER.eos]
         prefill, decode = c.workers["prefill-0"], c.workers["decode-0"]
         prefill.late_handoff = asyncio.Event()
-        decode.withdrawn = limit == 1
-        asking = asyncio.ensure_future(c.post("/v1/completions", completion_request(max_tokens=limit)))
+        decode.withdrawn = tokens == 1
+        asking = asyncio.ensure_future(c.post("/v1/completions", completion_request(max_tokens=4)))
         await decode.until(lambda: bool(decode.requests("Adopt")) and not decode.reservations)
         for _ in range(20):
             await asyncio.sleep(0)
         prefill.late_handoff.set()
         status, answer = await asking
-        assert (status, answer["usage"]["completion_tokens"]) == (200, limit)
+        assert (status, answer["usage"]["completion_tokens"]) == (200, tokens)
         assert len(prefill.requests("Prefill")) == 1
         await c.idle()
 
