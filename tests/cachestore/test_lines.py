@@ -121,6 +121,7 @@ def test_a_node_that_goes_ends_every_call_and_is_found_again() -> None:
         servicer = Servicer()
         async with served(servicer) as (server, port):
             client = LineClient(f"127.0.0.1:{port}")
+            await lease(client, b"x")  # there is a connection, so that requests arrive in order
             waiting = [asyncio.ensure_future(refusal(client, b"w")) for _ in range(3)]
             await lease(client, b"x")
             for line in list(server.open):
