@@ -25,6 +25,7 @@ import cache_ours
 import peer_llama
 import peer_mooncake
 import peer_redis
+import uvloop
 from cache_loads import LEASE_BLOCKS, LOADS, MIB, READ_SIZES
 
 from moonrelay.valkey import start_local_valkey
@@ -182,7 +183,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=ROOT / "bench" / "results" / "cache.json")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="moonrelay-bench-") as folder:
-        result = asyncio.run(bench(args, Path(folder)))
+        result = uvloop.run(bench(args, Path(folder)))  # as the workers run
     load = f"load {os.getloadavg()[0]:.1f}"
     result = {
         "commit": git("rev-parse", "HEAD"),

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import grpc
+import uvloop
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 from redis.asyncio import Redis
@@ -58,7 +59,7 @@ def main(argv: Sequence[str]) -> int:
     configure("cachestore", settings.log_level)
     print(f"cachestore settings: {json.dumps(redacted(settings))}", flush=True)
     try:
-        asyncio.run(_serve(settings))
+        uvloop.run(_serve(settings))
     except ServeError as error:
         print(f"cachestore: {error}", flush=True)
         return 1
