@@ -157,10 +157,12 @@ class DraftPolicy:
         prior = self._prior(draws)
         prior.ideas += ALL_RATE * (idea - prior.ideas)
 
-    def forget(self) -> None:
-        """What drafts came to, not what things cost: the texts so far were not real ones."""
+    def forget(self, *, costs: bool) -> None:
+        """What drafts came to: the texts so far were not real ones. And what things cost, where they were cold."""
         self._priors.clear()
         self._credit_s, self._still_for = 0.0, 0
+        if costs:
+            self.steps, self.drafts = Costs(), Costs()
 
     def plain_s(self, sequences: int) -> float | None:
         """What a step without drafts takes; None: not known."""

@@ -190,6 +190,11 @@ class Engine:
         with self._wake:
             return self._core.ledger.draft_first(reservation)
 
+    def forget_drafts(self, *, costs: bool) -> None:
+        """What drafting came to so far says nothing of what follows; with `costs` neither does what it cost."""
+        if self._speculator is not None:
+            self._speculator.policy.forget(costs=costs)
+
     def stats(self) -> EngineStats:
         with self._wake:
             return self._core.stats()

@@ -80,10 +80,13 @@ class Draft:
 class Drafting:
     """What drafting did for a sequence so far, as `api.DraftReport` says it, and what is expected of its drafts.
 
-    `claimed`: the drafter's confidence in each token of its last draft.
+    `claimed`: the drafter's confidence in each token of its last draft. `text`: the ids that were known at the last
+    draft, `heard` drawn ones among them.
     """
 
     acceptance: Acceptance
+    text: array[int] | None = None
+    heard: int = 0
     claimed: Sequence[float] = ()
     drafted: int = 0
     accepted: int = 0

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
+from array import array
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -24,7 +25,7 @@ from engine.sequence import Draft, Drafting, LiveSequence
 from engine.settings import EngineSettings
 from engine.step import Drawn, Step
 from model.batch import Segment, Verifier
-from model.drafting import DraftModel, DraftRequest, Proposal
+from model.drafting import DraftModel, DraftRequest, Proposal, Reader
 from moonrelay.errors import InvariantError, SettingsError
 
 log = logging.getLogger(__name__)
@@ -86,6 +87,7 @@ class Speculator:
         if self.length_max and not hasattr(backend, "fold"):
             raise SettingsError(f"the {backend.name} backend cannot verify drafts: draft_len_max must be 0")
         self.policy = DraftPolicy(len_max=self.length_max, adaptive=settings.draft_adaptive)
+        self._reader = drafter if isinstance(drafter, Reader) else None
         self.on = True
         self._attempt, self._cold = attempt, cold
         self._vocab_size = backend.config.vocab_size
@@ -179,15 +181,14 @@ class Speculator:
         plan = self.policy.plan(known, [min(sequence.draws_left - 1, self.length_max) for sequence in sequences])
         if plan is None:
             return []
-        self.write_rows()
-        if not self.on:
-            return []
         asked = [(s, length) for s, length in zip(sequences, plan.lengths, strict=True) if length > 0]
         requests = [_request(sequence, length) for sequence, length in asked]
-        started = time.perf_counter()
-        proposals = self._attempt(lambda: self.drafter.draft(requests, self.pools.rows))
+        started, rows_s = time.perf_counter(), self._rows_s
+        proposals = self._attempt(lambda: self._drafts(requests))
         seconds = time.perf_counter() - started
-        self._draft_s += seconds
+        self._draft_s += seconds - (self._rows_s - rows_s)
+        if not self.on:
+            return []
         self.policy.drafted(
             requests=len(asked), slots=sum(length for _, length in asked) + len(asked), seconds=seconds
         )
@@ -241,6 +242,19 @@ class Speculator:
         return self._work(num_drafted, num_accepted)
 
     # -- details --------------------------------------------------------------------------------------------------
+
+    def _drafts(self, requests: Sequence[DraftRequest]) -> list[Proposal]:
+        """Rows are written only where the drafter needs them: for many tokens at once they cost less."""
+        if self._reader is not None:
+            read = self._reader.without_rows(requests)
+            rest = [request for request, proposal in zip(requests, read, strict=True) if proposal is None]
+            if not rest:
+                return [proposal for proposal in read if proposal is not None]
+            self.write_rows()
+            drafted = iter(self._reader.with_rows(rest, self.pools.rows))
+            return [next(drafted) if proposal is None else proposal for proposal in read]
+        self.write_rows()
+        return self.drafter.draft(requests, self.pools.rows)
 
     def _work(self, num_drafted: int, num_accepted: int) -> DraftWork:
         ignored: Mapping[str, int] = NO_DRAFTS.ignored
@@ -330,8 +344,19 @@ def _request(sequence: LiveSequence, length: int) -> DraftRequest:
         first=sequence.draft_first,
         temperature=temperature,
         uniforms=numbers,
-        context=lambda: [*sequence.spec.history, *sequence.spec.ids, *sequence.drawn],
+        context=lambda: _text(sequence),
     )
+
+
+def _text(sequence: LiveSequence) -> Sequence[int]:
+    """All ids that are known, the anchor last. It grows in place: copying it at every step would cost as much as a
+    draft."""
+    drafting = _drafting(sequence)
+    if drafting.text is None:
+        drafting.text = array("I", [*sequence.spec.history, *sequence.spec.ids])
+    drafting.text.extend(sequence.drawn[drafting.heard :])
+    drafting.heard = len(sequence.drawn)
+    return drafting.text
 
 
 def _draws(sequence: LiveSequence) -> Draws:
