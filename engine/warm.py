@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from engine.api import EngineEvent, Failed, Finished, SamplingParams, SequenceSpec
@@ -13,11 +14,14 @@ if TYPE_CHECKING:
     from engine.engine import Engine
 
 BATCH = 8
+DRAFTED_TOKENS = 24
 TIMEOUT_S = 600.0  # a large checkpoint's pages may come from a slow disk
 
 
 def warm(engine: Engine) -> None:
     """One prompt that crosses a tile, then a batch that uses the whole sampler. Needs an idle, started engine.
+
+    With a drafter both once more, longer: it begins with what warm steps and drafts cost.
 
     Raises: the error of a sequence that failed: such an engine must not be called ready.
     """
@@ -26,9 +30,19 @@ def warm(engine: Engine) -> None:
     vocab_size = engine.backend.config.vocab_size
     room = min(engine.settings.num_blocks * engine.settings.block_tokens, engine.backend.config.context_len)
     prompt = [i % vocab_size for i in range(min(TILE_TOKENS + 1, room - greedy.max_tokens))]
-    _run(engine, [SequenceSpec(request_id="warm-prompt", ids=prompt, sampling=greedy)])
+    specs = [SequenceSpec(request_id="warm-prompt", ids=prompt, sampling=greedy)]
+    _run(engine, specs)
     count = min(BATCH, engine.settings.num_slots, engine.settings.num_blocks, engine.settings.max_batch_sequences)
-    _run(engine, [SequenceSpec(request_id=f"warm-{i}", ids=prompt[:2], sampling=filtered) for i in range(count)])
+    batch = [SequenceSpec(request_id=f"warm-{i}", ids=prompt[:2], sampling=filtered) for i in range(count)]
+    _run(engine, batch)
+    if engine.drafter is None:
+        return
+    engine.forget_drafts(costs=True)
+    more = min(DRAFTED_TOKENS, room // (2 * count) - TILE_TOKENS)
+    if more > greedy.max_tokens:
+        for round_ in (specs, batch):
+            _run(engine, [replace(spec, sampling=replace(spec.sampling, max_tokens=more)) for spec in round_])
+    engine.forget_drafts(costs=False)
 
 
 def _run(engine: Engine, specs: list[SequenceSpec]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
     import numpy as np
@@ -48,6 +48,17 @@ class Proposal:
 
 
 NOTHING = Proposal(tokens=[], confidence=[])
+
+
+@runtime_checkable
+class Reader(Protocol):
+    """A `DraftModel` that can draft from the text alone: asked before rows are written for it. `draft` is both."""
+
+    def without_rows(self, requests: Sequence[DraftRequest]) -> list[Proposal | None]:
+        """None where it takes the rows."""
+        ...
+
+    def with_rows(self, requests: Sequence[DraftRequest], rows: torch.Tensor) -> list[Proposal]: ...
 
 
 class DraftModel(Protocol):

@@ -43,10 +43,18 @@ class LookupFirst:
 
     def draft(self, requests: Sequence[DraftRequest], rows: torch.Tensor) -> list[Proposal]:
         """A looked-up proposal is shorter than asked where the earlier text ends. Raises: as the inner drafter."""
-        found = [looked_up(request) for request in requests]
+        found = self.without_rows(requests)
         rest = [request for request, proposal in zip(requests, found, strict=True) if proposal is None]
-        drafted = iter(self._inner.draft(rest, rows) if rest else ())
+        drafted = iter(self.with_rows(rest, rows) if rest else ())
         return [next(drafted) if proposal is None else proposal for proposal in found]
+
+    def without_rows(self, requests: Sequence[DraftRequest]) -> list[Proposal | None]:
+        """The looked-up ones, None elsewhere."""
+        return [looked_up(request) for request in requests]
+
+    def with_rows(self, requests: Sequence[DraftRequest], rows: torch.Tensor) -> list[Proposal]:
+        """The inner drafter's. Raises: as it does."""
+        return self._inner.draft(requests, rows)
 
 
 def looked_up(request: DraftRequest) -> Proposal | None:

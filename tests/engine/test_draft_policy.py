@@ -1,0 +1,141 @@
+"""How many tokens are drafted: what pays is, what does not is not, and what is not known is tried for little."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from engine.draft_cost import Costs
+from engine.draft_policy import LOOK_AGAIN, PROBE_SHARE, DraftPolicy, Plan
+
+SLOTS = 7
+
+
+class Machine:
+    """Steps whose cost is known and drafts that are kept with known chances, under a policy."""
+
+    def __init__(self, *, sequences: int, kept: float, per_token: float, draft_s: float, seed: int = 1) -> None:
+        self.policy = DraftPolicy(len_max=SLOTS)
+        self.known = [self.policy.begin(draws="greedy") for _ in range(sequences)]
+        self.kept, self.per_token, self.draft_s = kept, per_token, draft_s
+        self.rng = random.Random(seed)
+        self.seconds = self.drafting_s = 0.0
+        self.tokens = 0
+        self.lengths: list[int] = []
+
+    def step_s(self, tokens: int) -> float:
+        return 1e-3 + self.per_token * (tokens - 1)
+
+    def step(self) -> None:
+        count = len(self.known)
+        plan = self.policy.plan(self.known, [SLOTS] * count)
+        lengths = [0] * count if plan is None else plan.lengths
+        if any(lengths):
+            asked = sum(length > 0 for length in lengths)
+            self.policy.drafted(requests=asked, slots=sum(lengths) + asked, seconds=self.draft_s)
+            self.seconds += self.draft_s
+            self.drafting_s += self.draft_s
+        worth = [
+            plan.verified(a, [self.kept] * n) if plan is not None and n else 0
+            for a, n in zip(self.known, lengths, strict=True)
+        ]
+        seconds = self.step_s(count + sum(worth)) * self.rng.uniform(0.9, 1.3)
+        self.policy.ran(sequences=count, tokens=count + sum(worth), seconds=seconds)
+        self.seconds += seconds
+        self.drafting_s += seconds * sum(worth) / (count + sum(worth))
+        for acceptance, length in zip(self.known, worth, strict=True):
+            passed = next((i for i in range(length) if self.rng.random() >= self.kept), length)
+            outcomes = [True] * passed + [False] * (passed < length)
+            if length:
+                self.policy.judged(acceptance, [self.kept] * len(outcomes), outcomes, draws="greedy")
+            self.tokens += 1 + passed
+        self.lengths.append(sum(worth))
+
+    def run(self, steps: int) -> float:
+        """Tokens per second of the last half."""
+        for _ in range(steps // 2):
+            self.step()
+        self.seconds = self.drafting_s = 0.0
+        self.tokens, self.lengths = 0, []
+        for _ in range(steps // 2):
+            self.step()
+        return self.tokens / self.seconds
+
+    @property
+    def plain(self) -> float:
+        """Tokens per second without drafts."""
+        return len(self.known) / (self.step_s(len(self.known)) * 1.1)
+
+
+def test_drafts_that_are_kept_are_made_and_pay():
+    machine = Machine(sequences=1, kept=0.9, per_token=1e-4, draft_s=2e-4)
+    assert machine.run(600) > 2.5 * machine.plain
+    assert sum(machine.lengths) / len(machine.lengths) > 4
+
+
+@pytest.mark.parametrize("sequences", [1, 8])
+@pytest.mark.parametrize(("kept", "per_token"), [(0.05, 2e-4), (0.5, 1e-3), (0.3, 2e-3)])
+def test_drafts_that_do_not_pay_are_left_out_but_for_a_small_share(sequences, kept, per_token):
+    machine = Machine(sequences=sequences, kept=kept, per_token=per_token, draft_s=3e-4)
+    assert machine.run(3000) > 0.95 * machine.plain
+    assert machine.drafting_s < 3 * PROBE_SHARE * machine.seconds
+    assert any(machine.lengths) or machine.policy._credit_s > 0  # it goes on trying, or saves up for it
+
+
+def test_what_begins_to_pay_is_found():
+    machine = Machine(sequences=1, kept=0.05, per_token=2e-4, draft_s=2e-4)
+    machine.run(2000)
+    machine.kept = 0.95
+    assert machine.run(6000) > 1.8 * machine.plain
+
+
+def test_a_plain_step_is_run_now_and_then_so_that_its_cost_stays_known():
+    machine = Machine(sequences=1, kept=0.95, per_token=1e-5, draft_s=1e-5)
+    machine.run(10 * LOOK_AGAIN)
+    assert 0 in machine.lengths
+
+
+@pytest.mark.parametrize("later", [0.0, 0.5, 1.0])
+def test_how_far_a_draft_is_verified_never_looks_at_later_tokens(later):
+    policy = DraftPolicy(len_max=SLOTS)
+    acceptance = policy.begin(draws="sampled")
+    plan = Plan(lengths=[SLOTS], price=0.3)
+    seen = [0.9, 0.8, 0.7, 0.2]
+    count = plan.verified(acceptance, [*seen, later, later, later])
+    assert count == 3
+
+
+def test_not_adaptive_means_always_all_of_it():
+    policy = DraftPolicy(len_max=3, adaptive=False)
+    known = [policy.begin(draws="greedy") for _ in range(2)]
+    for _ in range(5):
+        plan = policy.plan(known, [9, 1])
+        assert plan is not None and plan.lengths == [3, 1]
+        assert plan.verified(known[0], [0.0, 0.0, 0.0]) == 3
+    assert policy.plan(known, [0, 0]) is None
+
+
+def test_what_was_learned_of_texts_is_forgotten_and_costs_only_where_they_were_cold():
+    machine = Machine(sequences=1, kept=0.1, per_token=1e-4, draft_s=1e-4)
+    machine.run(100)
+    policy = machine.policy
+    policy.forget(costs=False)
+    assert policy.plain_s(1) is not None
+    assert policy.begin(draws="greedy").kept == [pytest.approx(0.7)] * SLOTS
+    policy.forget(costs=True)
+    assert policy.plain_s(1) is None
+
+
+def test_costs_follow_a_busier_machine_for_sizes_that_are_not_run():
+    costs = Costs()
+    for _ in range(50):
+        costs.observe(1, 1, 1e-3)
+        costs.observe(1, 4, 2e-3)
+    between = costs.estimate(1, 2)
+    assert between is not None and 1e-3 < between < 2e-3
+    for _ in range(200):
+        costs.observe(1, 1, 2e-3)
+    slower = costs.estimate(1, 4)
+    assert slower is not None and slower > 2.4e-3  # a part of the surprise is everybody's
+    assert Costs().estimate(1, 1) is None
