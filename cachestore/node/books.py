@@ -128,6 +128,7 @@ class DiskStats:
     promoted: int = 0
     demoted: int = 0  # left memory, stayed on disk
     evicted: int = 0  # files
+    unwritten: int = 0  # entries that left memory before their turn to be written came
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,7 +159,7 @@ class DiskBooks:
         self.waiting: OrderedDict[Key, bool] = OrderedDict()  # whether it, or what rests on it, was ever leased
         self._count = {BLOCK: 0, SNAPSHOT: 0}
         self.num_writing = 0
-        self.promoted = self.demoted = self.evicted = 0
+        self.promoted = self.demoted = self.evicted = self.unwritten = 0
 
     @property
     def free_bytes(self) -> int:
@@ -202,6 +203,7 @@ class DiskBooks:
             promoted=self.promoted,
             demoted=self.demoted,
             evicted=self.evicted,
+            unwritten=self.unwritten,
         )
 
     def check(self, entries: Mapping[Key, Stored]) -> None:

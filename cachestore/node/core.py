@@ -117,6 +117,8 @@ class NodeCore(DraftLedger):
             entry = self._entries.pop(self._left(key).offer.key)
             self._evicted[key.kind] += 1
             self._pages.free(entry.all_extents)
+            if self._disk.waiting.pop(key, None) is not None:
+                self._disk.unwritten += 1
             if entry.file_bytes:
                 self._disk.give(entry, kept=False, exists=True)
 

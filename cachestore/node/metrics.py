@@ -131,6 +131,7 @@ def _tiers(now: NodeStats) -> Iterator[GaugeMetricFamily | CounterMetricFamily]:
     for name, value, about in (
         ("promotions", disk.promoted, "Entries brought from disk into memory"),
         ("demotions", disk.demoted, "Entries that left memory and stayed on disk"),
+        ("disk_too_late", disk.unwritten, "Entries that left memory before they were written: writing falls behind"),
         ("disk_evictions", disk.evicted, "Files deleted to make room, or since they were bad"),
     ):
         yield CounterMetricFamily(f"moonrelay_cache_{name}", about, value=value)

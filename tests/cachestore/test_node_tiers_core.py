@@ -83,6 +83,20 @@ def test_parents_are_written_before_children_and_an_unwritten_entry_leaves_as_be
     assert core.next_writes() == ([keys[0]], True)
 
 
+def test_what_leaves_before_its_turn_to_be_written_is_counted() -> None:
+    core, chain = tiered(), [block(1, depth) for depth in range(4)]
+    store(core, *chain)
+    assert core.begin_write(chain[0].key, FILE_BYTES)
+    core.written(chain[0].key)
+    leaving = core.victims(4 * PAGE_BYTES, now_ms=0)
+    assert leaving == [offer.key for offer in reversed(chain[1:])]
+    core.reclaim(leaving[:2])
+    core.restore(leaving[2:])  # the index could not be told of this one: it may still be written
+    core.check()
+    assert core.stats().disk.unwritten == 2 and core.stats().disk.num_waiting == 1
+    assert write_all(core) == [chain[1].key] and core.stats().disk.unwritten == 2
+
+
 def test_a_new_snapshot_of_blocks_that_are_on_disk_only_does_not_leave_before_what_can() -> None:
     """Without its blocks memory's `Retention` takes it for an orphan."""
     core = tiered(pages=8)
