@@ -20,6 +20,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "sim": ("sim.main", "the cluster's cores in one thread, with faults; every invariant checked"),
     "logits": ("model.logits", "every position's logits of a checkpoint"),
     "train-nano": ("train.main", "train the small model"),
+    "train-draft": ("train.draft", "train a drafter on what its target writes, as Ray actors or alone"),
     "eval-nano": ("train.eval", "measure the small model on held-out data"),
 }
 

@@ -25,7 +25,12 @@ MUON_LR = 0.015
 MUON_MOMENTUM = 0.95
 WEIGHT_DECAY = 0.0005  # a step, at full rate
 ADAM_BETAS = (0.85, 0.97)
-ADAM_LR = {"model.embed_tokens.weight": 0.02, "lm_head.weight": 0.004}
+ADAM_LR = {
+    "model.embed_tokens.weight": 0.02,
+    "lm_head.weight": 0.004,
+    "markov_head.markov_w1.weight": 0.004,
+    "markov_head.markov_w2.weight": 0.004,
+}
 ADAM_LR_OTHER = 0.008
 
 

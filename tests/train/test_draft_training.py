@@ -1,0 +1,255 @@
+"""Drafter training: samples, batches, a run alone, and the run as Ray actors of which some are killed."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from model.config import load_config
+from model.drafter.network import load_drafter
+from tests.golden import golden_dir
+from train import draft_data, draft_eval, draft_trainer
+from train.draft_data import GeneratorSettings, Sample
+from train.draft_prompts import Prompt, prose_of
+from train.draft_roles import DrafterSizes, DraftSettings, GeneratorRole, TrainerRole, load_target, mean_state
+from train.draft_run import CURVE_FILE, EXPORT, LOG_FILE, STATE_FILE, Journal, run_alone
+from train.draft_trainer import Replay, TrainerSettings
+
+pytestmark = pytest.mark.skipif(
+    not any(map(shutil.which, ("g++", "clang++", "c++"))), reason="there is no C++ compiler"
+)
+MODEL = "k3_tiny_smooth"
+STOP, MASK = 3, 5
+LAYERS = (1, 3)
+
+
+@dataclass(frozen=True)
+class RandomPrompts:
+    """Token ids without a meaning: the golden models have no vocabulary."""
+
+    kind: str = "code"
+
+    def __call__(self, seed: int) -> Iterator[Prompt]:
+        rng = np.random.default_rng(seed)
+        while True:
+            yield Prompt(kind=self.kind, ids=rng.integers(10, 200, rng.integers(5, 30)).tolist())
+
+
+def settings(folder: Path) -> DraftSettings:
+    return DraftSettings(
+        model_dir=golden_dir(MODEL),
+        folder=folder,
+        stop=STOP,
+        mask_id=MASK,
+        sizes=DrafterSizes(
+            target_layers=LAYERS, layers=1, intermediate=32, heads=2, q_lora=16, kv_lora=16, nope=8, rope=32, v_dim=8,
+            markov_rank=8, block_len=4,
+        ),
+        generator=GeneratorSettings(target_layers=LAYERS, batch=4, tokens_min=8, tokens_max=16, context_max=64),
+        trainer=TrainerSettings(samples=4, anchors=6),
+        batch_samples=4,
+        fill=8,
+        round_steps=2,
+    )  # fmt: skip
+
+
+@pytest.fixture
+def samples(tmp_path: Path, keep_threads: None) -> list[Sample]:
+    return GeneratorRole(settings(tmp_path), RandomPrompts(), 1).produce(12)[1]
+
+
+class Clock:
+    """A minute passes whenever anybody looks at it a few times."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        self.now_s += 10.0
+        return self.now_s
+
+
+class Stopped(Clock):
+    """Time passes where a test says so."""
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def test_a_sample_holds_what_stepping_gives(samples: list[Sample], tmp_path: Path) -> None:
+    """Taps and laws of a batch that comes and goes, against one pass over each whole text."""
+    target = load_target(settings(tmp_path))
+    target.tap(LAYERS)
+    layout = target.layout(64)
+    assert any(s.greedy for s in samples) and not all(s.greedy for s in samples)
+    for s in samples:
+        ids = s.ids.astype(int).tolist()
+        taps = torch.empty(len(ids) - 1, len(LAYERS), target.config.hidden_size)
+        rows, state = torch.zeros(1, layout.block_floats), torch.zeros(1, layout.slot_floats)
+        segment = draft_data.Segment(ids=ids[:-1], start=0, slot=0, blocks=[0], logits="all")
+        logs = target.forward([segment], rows, state, taps=taps).log_softmax(-1)[s.prompt - 1 :]
+        np.testing.assert_array_equal(taps.numpy().astype(np.float16), s.taps)
+        top = logs.topk(draft_data.TOP)
+        np.testing.assert_allclose(top.values.numpy(), s.law_logs, atol=2e-2)
+        if s.greedy:
+            assert ids[s.prompt :] == logs.argmax(-1).tolist()
+
+
+def test_matches_are_counted_as_a_look_into_the_text_finds_them(samples: list[Sample]) -> None:
+    assert draft_data.matches([1, 2, 3, 1, 2, 3, 9, 9]).tolist() == [0, 0, 0, 1, 2, 3, 0, 1]
+    for s in samples:
+        ids = s.ids.astype(int).tolist()
+        for i in range(s.prompt, len(ids)):
+            longest = 0
+            for size in range(1, draft_data.MATCH_MAX + 1):
+                end = ids[i + 1 - size : i + 1]
+                if len(end) == size and any(ids[j : j + size] == end for j in range(i + 1 - size)):
+                    longest = size
+            assert s.matched[i - s.prompt] == longest
+
+
+def test_samples_come_back_from_disk(samples: list[Sample], tmp_path: Path) -> None:
+    draft_data.save(samples, tmp_path / "shard.npz")
+    for mine, stored in zip(samples, draft_data.load(tmp_path / "shard.npz"), strict=True):
+        assert (mine.kind, mine.greedy, mine.prompt) == (stored.kind, stored.greedy, stored.prompt)
+        for name in ("ids", "taps", "law_ids", "law_logs", "matched"):
+            np.testing.assert_array_equal(getattr(mine, name), getattr(stored, name))
+
+
+def test_a_batch_lines_tokens_up_with_their_laws(samples: list[Sample]) -> None:
+    slots = 3
+    batch = draft_trainer.collate(samples, 50, slots, np.random.default_rng(0))
+    seen = 0
+    for row, s in enumerate(samples):
+        for column in range(50):
+            place = int(batch.places[row, column])
+            assert batch.ids[row, column] == s.ids[place]
+            for slot in range(slots):
+                if batch.weights[row, column, slot] == 0:
+                    continue
+                seen += 1
+                law = place + slot + 1 - s.prompt  # what the token behind the slot's was chosen from
+                assert batch.before[row, column, slot] == s.ids[place + slot]
+                np.testing.assert_array_equal(batch.law_ids[row, column, slot].numpy(), s.law_ids[law])
+                assert float(batch.aims[row, column, slot].sum()) <= 1.001
+                if s.greedy:
+                    assert s.law_ids[law][0] == s.ids[place + slot + 1]
+    assert seen > 100
+
+
+def test_the_replay_forgets_the_oldest(samples: list[Sample]) -> None:
+    replay = Replay(5, 0)
+    for sample in samples:
+        replay.add(sample)
+    assert len(replay) == 5
+    drawn = list(itertools.chain.from_iterable(replay.draw(5) for _ in range(20)))
+    assert {id(sample) for sample in drawn} <= {id(sample) for sample in samples[-5:]}
+
+
+def test_the_walk_counts_tokens_a_step(samples: list[Sample], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A drafter that is always right, one that never is, and one that the text itself replaces."""
+    sample = replace(samples[0], ids=np.arange(40, dtype=np.uint16) + 20, prompt=4)
+    for kept, want in ((3, 4.0), (0, 1.0)):
+        monkeypatch.setattr(draft_eval, "accepted", lambda *_, kept=kept: [kept] * 35)
+        found = draft_eval.acceptance(None, {}, torch.empty(0), [sample], 3)  # type: ignore[arg-type]
+        assert (found.tokens_per_step, found.looped_share) == (want, 0.0)
+    ids = [*range(20, 40), *range(20, 40)]
+    repeated = replace(sample, ids=np.array(ids, np.uint16), prompt=20)
+    monkeypatch.setattr(draft_eval, "accepted", lambda *_: [0] * 19)
+    alone = draft_eval.acceptance(None, {}, torch.empty(0), [repeated], 3, lookup=False)  # type: ignore[arg-type]
+    both = draft_eval.acceptance(None, {}, torch.empty(0), [repeated], 3)  # type: ignore[arg-type]
+    assert alone.tokens_per_step == 1.0 < both.tokens_per_step
+    assert draft_eval.copied(ids, 25, 3) == 3 and draft_eval.copied(ids, 5, 3) is None
+
+
+def test_training_lowers_the_loss_and_the_drafter_loads(samples: list[Sample], tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    role = TrainerRole(replace(settings(tmp_path), round_steps=12), 0)
+    first, state = role.learn(0.0, samples)
+    assert state is not None
+    last, _ = role.learn(0.5, [])
+    assert last["loss"] < first["loss"] and last["overlap"] > first["overlap"]
+    role.save(tmp_path / STATE_FILE, tmp_path / EXPORT)
+    again = TrainerRole(settings(tmp_path), 0)
+    assert again.restore(tmp_path / STATE_FILE) == role.step() == 24
+    target = load_target(settings(tmp_path))
+    loaded = load_drafter(tmp_path / EXPORT, load_config(golden_dir(MODEL)), target.embedding, target.lm_head)
+    assert (loaded.config.block_len, loaded.config.target_layers) == (4, LAYERS)
+    both = mean_state([state, again._trainer.state()])
+    name = "context_proj.weight"
+    want = (state["params"][name] + again._trainer.params[name].detach()) / 2
+    torch.testing.assert_close(both["params"][name], want)
+
+
+def test_a_run_alone_goes_on_where_it_stopped(tmp_path: Path, keep_threads: None) -> None:
+    shown: list[str] = []
+    held_out = draft_eval.continuations(load_target(settings(tmp_path)), list(_prompts(2)), LAYERS, 12, STOP)
+    for minutes in (6.0, 12.0):
+        clock = Clock()
+        run_alone(settings(tmp_path), RandomPrompts(), held_out, Journal(tmp_path, minutes, clock), shown.append)
+    records = [json.loads(line) for line in (tmp_path / LOG_FILE).read_text().splitlines()]
+    steps = [record["step"] for record in records if "step" in record]
+    assert steps == sorted(set(steps)) and len(steps) > 4
+    assert records[-1]["held_out_code"] >= 1.0 and "code" in shown[-1]
+    assert (tmp_path / CURVE_FILE).read_text().startswith("<svg") and (tmp_path / EXPORT / "config.json").exists()
+
+
+def _prompts(count: int) -> Iterator[Prompt]:
+    return itertools.islice(RandomPrompts()(7), count)
+
+
+def test_prose_leaves_examples_out() -> None:
+    code = f'''def f():
+    """{"A sentence that goes on for long enough to be prose, and says what the function does. " * 2}
+
+    >>> f()
+
+    The end.
+    """
+'''
+    assert ">>>" not in prose_of(code) and prose_of(code).endswith("The end.")
+
+
+def test_killed_actors_are_replaced_and_the_run_goes_on(
+    tmp_path: Path, keep_threads: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A generator and, later, the only trainer die in mid-run: steps go on from the last round, nothing is lost."""
+    ray = pytest.importorskip("ray", reason="Ray is in the train extra")
+    from train.draft_ray import Fleet, Pipeline, connect
+
+    monkeypatch.setenv("RAY_worker_niceness", "0")  # its default of 15 starves beside other tests
+    fleet = Fleet(generators=2, trainers=1, queue_max=2)
+    connect(fleet)
+    try:
+        clock = Stopped()
+        killed: list[str] = []
+
+        def after_round(pipeline: Pipeline) -> None:
+            clock.now_s += 60.0
+            for number, seats in ((3, pipeline.generators), (6, pipeline.trainers)):
+                if int(clock.now_s) // 60 == number:
+                    killed.append(seats[0].role)
+                    ray.kill(seats[0].actor)
+
+        journal = Journal(tmp_path, 14.0, clock)
+        Pipeline(settings(tmp_path), fleet, RandomPrompts(), journal, lambda _: None).run(
+            list(_prompts(2)), after_round
+        )
+    finally:
+        ray.shutdown()
+    records = [json.loads(line) for line in (tmp_path / LOG_FILE).read_text().splitlines()]
+    assert killed == ["generator", "trainer"]
+    assert max(record["restarts"] for record in records if "restarts" in record) == 2
+    steps = [record["step"] for record in records if "step" in record]
+    assert len(steps) > 5 and steps == sorted(steps), "a new trainer takes over the last round's state"
+    assert max(record["queued"] for record in records if "queued" in record) <= fleet.queue_max
+    assert records[-1]["held_out_code"] >= 1.0
+    assert (tmp_path / EXPORT / "model.safetensors").exists()

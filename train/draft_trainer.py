@@ -1,0 +1,279 @@
+"""One trainer of the drafter: a replay of samples, batches of anchors, steps, checkpoints, export."""
+
+from __future__ import annotations
+
+import bisect
+import json
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from safetensors.torch import save_file
+from torch import Tensor
+
+from model.drafter.config import DrafterConfig
+from model.drafter.lookup import MATCH_MIN_DRAWN, MATCH_MIN_GREEDY
+from train.draft_data import Sample
+from train.draft_loss import overlap_loss
+from train.draft_network import CONFIDENCE, CONFIDENCE_BIAS, W1, W2, DraftNetwork
+from train.optimizer import Optimizer
+
+KNOWN_SHARE = 0.15  # of the blocks whose first tokens a look into the text would draft are learnt from
+GREEDY_PULL = 0.5  # greedy text: half of the aim is the token itself, since only the likeliest token is ever drawn
+SLOT_DECAY = 3.0  # slot k counts exp(-k / SLOT_DECAY): it is looked at only where all before it were kept
+SLOT_SHARES = {3: 0.15, 4: 0.3, 5: 0.35, 7: 0.2}  # blocks attend both ways, so every length has to be met
+CONFIDENCE_SHARE = 0.5  # of the confidence head's loss: the block has to carry what it sees, at some cost
+CANDIDATES = 8  # of each law: all those of a batch are the vocabulary that its loss is over, a third of the whole
+WARMUP_STEPS = 20
+FINAL_RATE = 0.02
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerSettings:
+    """`samples` sequences a step, `anchors` blocks in each. Learning rates fall linearly over the last `decay`."""
+
+    samples: int = 8
+    anchors: int = 48
+    decay: float = 0.4
+    rate: float = 1.0
+    ce_first: float = 0.5  # share of the cross-entropy at the start, which moves what overlaps nowhere
+    ce_last: float = 0.1
+    seed: int = 0
+
+
+class Replay:
+    """The latest `capacity` samples, by length, so that a batch pads little."""
+
+    def __init__(self, capacity: int, seed: int) -> None:
+        self._capacity, self._rng = capacity, random.Random(seed)
+        self._order: list[tuple[int, int]] = []  # length, number
+        self._samples: dict[int, Sample] = {}
+        self._next = 0
+
+    def __len__(self) -> int:
+        return len(self._samples)
+
+    def __iter__(self) -> Iterator[Sample]:
+        return iter(self._samples.values())
+
+    def add(self, sample: Sample) -> None:
+        if sample.generated < 2:
+            return  # no token follows its only anchor
+        bisect.insort(self._order, (len(sample.ids), self._next))
+        self._samples[self._next] = sample
+        self._next += 1
+        if len(self._samples) > self._capacity:
+            oldest = next(iter(self._samples))
+            del self._order[bisect.bisect_left(self._order, (len(self._samples.pop(oldest).ids), oldest))]
+
+    def draw(self, count: int) -> list[Sample]:
+        """Samples of like length: any, from a window at a random place of the order."""
+        width = min(4 * count, len(self._order))
+        start = self._rng.randrange(len(self._order) - width + 1)
+        window = self._order[start : start + width]
+        return [self._samples[number] for _, number in self._rng.sample(window, min(count, width))]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """Blocks of several samples.
+
+    Shapes: taps [sequences, tokens, num_taps, hidden]; ids, places [sequences, anchors]; before [.., slots]: the
+    token that each slot's follows; law_ids, chances, aims [.., slots, TOP]; weights [.., slots], 0 where a sample
+    ends; greedy [sequences] bool.
+    """
+
+    taps: Tensor
+    ids: Tensor
+    places: Tensor
+    before: Tensor
+    law_ids: Tensor
+    chances: Tensor
+    aims: Tensor
+    weights: Tensor
+    greedy: Tensor
+
+
+def collate(samples: Sequence[Sample], anchors: int, slots: int, rng: np.random.Generator) -> Batch:
+    """`anchors` random blocks of every sample; a shorter one repeats some with weight 0."""
+    length = max(len(s.ids) for s in samples) - 1
+    taps = torch.zeros(len(samples), length, *samples[0].taps.shape[1:])
+    parts: dict[str, list[Tensor]] = {name: [] for name in ("ids", "places", "before", "law_ids", "logs", "weights")}
+    for row, s in zip(taps, samples, strict=True):
+        row[: len(s.taps)] = torch.from_numpy(s.taps)
+        known = s.matched[:-1] >= (MATCH_MIN_GREEDY if s.greedy else MATCH_MIN_DRAWN)
+        good = np.flatnonzero(~known | (rng.random(len(known)) < KNOWN_SHARE))
+        chosen = np.resize(rng.permutation(good)[:anchors], anchors) if len(good) else np.zeros(anchors, np.int64)
+        law = chosen[:, None] + 1 + np.arange(slots)  # of the token behind each slot's
+        kept = (law < s.generated) & (np.arange(anchors) < len(good))[:, None]
+        law = np.minimum(law, s.generated - 1)
+        weights = kept * np.exp(-np.arange(slots) / SLOT_DECAY)
+        ids = s.ids.astype(np.int64)
+        for name, value in (
+            ("ids", ids[s.prompt + chosen]),
+            ("places", s.prompt + chosen),
+            ("before", ids[s.prompt + law - 1]),
+            ("law_ids", s.law_ids[law].astype(np.int64)),
+            ("logs", s.law_logs[law].astype(np.float32)),
+            ("weights", weights.astype(np.float32)),
+        ):
+            parts[name].append(torch.from_numpy(value))
+    stacked = {name: torch.stack(values) for name, values in parts.items()}
+    chances = stacked.pop("logs").exp()
+    greedy = torch.tensor([s.greedy for s in samples])
+    pull = torch.where(greedy, GREEDY_PULL, 0.0)[:, None, None, None]
+    aims = chances * (1 - pull)
+    aims[..., :1] += pull
+    return Batch(taps=taps, chances=chances, aims=aims, greedy=greedy, **stacked)
+
+
+def shortlist(law_ids: Tensor, vocab: int) -> tuple[Tensor, Tensor]:
+    """The tokens among the likeliest CANDIDATES of any law, ascending, and `law_ids` as indices of them (-1: not)."""
+    tokens = torch.unique(law_ids[:, :CANDIDATES])
+    places = torch.full((vocab,), -1)
+    places[tokens] = torch.arange(len(tokens))
+    return tokens, places[law_ids]
+
+
+class Trainer:
+    """Parameters, optimiser and how far they have come. `head` [vocab, hidden] is the target's lm_head, frozen."""
+
+    def __init__(
+        self, network: DraftNetwork, params: dict[str, Tensor], head: Tensor, settings: TrainerSettings
+    ) -> None:
+        self.network, self.params, self.settings = network, params, settings
+        self._head = head.float()
+        for value in params.values():
+            value.requires_grad_(True)
+        self.optimizer = Optimizer(params)
+        self.step_number = 0
+        self.slots_seen = 0
+
+    def rates(self, progress: float) -> tuple[float, float]:
+        """Learning rate factor and share of the cross-entropy at `progress` in [0, 1] of the budget."""
+        s = self.settings
+        cooled = FINAL_RATE + (1 - FINAL_RATE) * min(1.0, (1.0 - progress) / s.decay)
+        rate = s.rate * min(cooled, (self.step_number + 1) / WARMUP_STEPS)
+        return rate, s.ce_first + (s.ce_last - s.ce_first) * min(1.0, 2 * progress)
+
+    def batch(self, replay: Replay) -> Batch:
+        """The next step's, a function of the replay, the seed and the step's number."""
+        rng = np.random.default_rng((self.settings.seed, self.step_number))
+        slots = int(rng.choice(list(SLOT_SHARES), p=list(SLOT_SHARES.values())))
+        return collate(replay.draw(self.settings.samples), self.settings.anchors, slots, rng)
+
+    def step(self, batch: Batch, progress: float) -> dict[str, float]:
+        """Learn from one batch; its mean loss, overlap and matches over the slots that count."""
+        rate, ce_share = self.rates(progress)
+        loss, numbers = self.loss(batch, ce_share)
+        names = list(self.params)
+        grads = torch.autograd.grad(loss, [self.params[name] for name in names])
+        self.optimizer.step(dict(zip(names, grads, strict=True)), rate)
+        self.step_number += 1
+        self.slots_seen += int(batch.weights.count_nonzero())
+        return numbers
+
+    def loss(self, batch: Batch, ce_share: float) -> tuple[Tensor, dict[str, float]]:
+        p, slots = self.params, batch.before.shape[-1]
+        hidden = self.network.hidden(p, batch.taps, batch.ids, batch.places, slots).flatten(0, 2)
+        markov = F.embedding(batch.before.flatten(), p[W1])
+        weights = batch.weights.flatten() / batch.weights.sum()
+        law_ids, aims, chances = (value.flatten(0, 2) for value in (batch.law_ids, batch.aims, batch.chances))
+        tokens, law_ids = shortlist(law_ids, len(self._head))
+        aims, chances = (value * (law_ids >= 0) for value in (aims, chances))
+        tables = self._head[tokens], F.embedding(tokens, p[W2])
+        losses = overlap_loss(hidden, markov, *tables, law_ids, aims, chances, weights, ce_share)
+        # Kept or not: at temperature 0 a token must be the likeliest, else the overlap is its chance.
+        kept = torch.where(
+            batch.greedy[:, None, None].expand_as(batch.before).flatten(), losses.matched.float(), losses.overlap
+        )
+        seen = torch.cat([hidden, markov], 1)
+        scores = F.linear(seen, p[CONFIDENCE], p[CONFIDENCE_BIAS])[:, 0]
+        confidence = F.binary_cross_entropy_with_logits(scores, kept, weights, reduction="sum")
+        first = batch.weights[..., 0].flatten() > 0
+        numbers = {
+            "loss": losses.total.item(),
+            "confidence_loss": confidence.item(),
+            "overlap": float((losses.overlap * weights).sum()),
+            "matched": float((losses.matched * weights).sum()),
+            "overlap_first": float(losses.overlap.view(-1, slots)[first, 0].mean()),
+        }
+        return losses.total + CONFIDENCE_SHARE * confidence, numbers
+
+    def state(self) -> dict[str, Any]:
+        """All that a trainer which takes over needs, as tensors that share memory with this one's."""
+        return {
+            "params": {name: value.detach() for name, value in self.params.items()},
+            "optimizer": self.optimizer.state(),
+            "step": self.step_number,
+            "slots": self.slots_seen,
+        }
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        with torch.no_grad():
+            for name, value in state["params"].items():
+                self.params[name].copy_(value)
+        self.optimizer.load(state["optimizer"])
+        self.step_number, self.slots_seen = state["step"], state["slots"]
+
+    def save(self, path: Path) -> None:
+        """Atomically."""
+        torch.save(self.state(), path.with_suffix(".part"))
+        path.with_suffix(".part").rename(path)
+
+    def resume(self, path: Path) -> bool:
+        if not path.exists():
+            return False
+        self.load(torch.load(path, weights_only=True))
+        return True
+
+
+def export(params: dict[str, Tensor], config: dict[str, Any], folder: Path) -> None:
+    """config.json and model.safetensors in the released form; the target's tables are not in it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = {name: value.detach().to(torch.bfloat16).contiguous() for name, value in params.items()}
+    save_file(tensors, folder / ".model.safetensors", metadata={"format": "pt"})
+    (folder / ".model.safetensors").rename(folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
+
+
+def released_config(config: DrafterConfig, num_target_layers: int) -> dict[str, Any]:
+    """config.json under the released drafter's field names."""
+    rope = {"rope_type": "default", "rope_theta": config.rope.theta}
+    return {
+        "architectures": ["K3DSparkModel"],
+        "model_type": "k3_dspark",
+        "hidden_size": config.hidden,
+        "intermediate_size": config.intermediate,
+        "num_hidden_layers": config.layers,
+        "num_attention_heads": config.heads,
+        "num_key_value_heads": config.heads,
+        "q_lora_rank": config.q_lora,
+        "kv_lora_rank": config.kv_lora,
+        "qk_nope_head_dim": config.nope,
+        "qk_rope_head_dim": config.rope.dim,
+        "v_head_dim": config.v_dim,
+        "mla_use_nope": False,
+        "mla_use_output_gate": False,
+        "vocab_size": config.vocab,
+        "draft_vocab_size": config.vocab,
+        "rms_norm_eps": config.eps,
+        "target_hidden_size": config.hidden,
+        "target_num_hidden_layers": num_target_layers,
+        "target_layer_ids": list(config.target_layers),
+        "num_target_layers": len(config.target_layers),
+        "mask_token_id": config.mask_id,
+        "block_size": config.block_len,
+        "markov_rank": config.markov_rank,
+        "markov_head_type": "vanilla",
+        "enable_confidence_head": config.confidence,
+        "confidence_head_with_markov": config.confidence_sees_markov,
+        "tie_word_embeddings": False,
+        "rope_parameters": rope,
+        "torch_dtype": config.dtype,
+    }
