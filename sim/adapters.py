@@ -49,12 +49,16 @@ __all__ = ["VOCAB", "prefix_root"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolSizes:
-    """A worker's memory. `kept_share`: how much of it may keep what finished prompts and turns leave."""
+    """A worker's memory. `kept_share`: how much of it may keep what finished prompts and turns leave.
+
+    `draft_len_max`: tokens that may be drafted for one step; 0: there is no drafter.
+    """
 
     num_blocks: int
     num_slots: int
     kept_share: float
     writeback: Literal["on", "off", "adaptive"]
+    draft_len_max: int = 0
 
 
 def engine_settings(pools: PoolSizes) -> EngineSettings:
@@ -67,6 +71,7 @@ def engine_settings(pools: PoolSizes) -> EngineSettings:
         max_batch_sequences=6,
         queue_len_max=16,
         writeback=pools.writeback,
+        draft_len_max=pools.draft_len_max,
     )
 
 

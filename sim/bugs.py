@@ -10,9 +10,12 @@ from typing import Any
 from decode import core as decode_core
 from decode.bandwidth import Bandwidth
 from decode.parts import Regions, Wanted
+from engine import settle
 from engine.core import Scheduler
 from engine.ledger import Ledger
 from engine.sequence import LiveSequence
+from engine.settle import Copies
+from engine.step import Step, Verification
 from engine.worker.bundles import Bundles
 from prefill.core import Event, HandoffTable, Phase
 from sim import bugs_store
@@ -188,6 +191,28 @@ def handed_over_token_twice() -> Iterator[None]:
         return found
 
     with patched(LiveSequence, "ids", ids):
+        yield
+
+
+@planted("depth", "verified", "tokens")
+@contextmanager
+def boundary_missed() -> Iterator[None]:
+    """A state is copied after all that a verified draft keeps, not at the block boundary inside it."""
+    real = Copies.cut
+
+    def cut(self: Copies, step: Step, verification: Verification, index: int, end: int) -> int:
+        real(self, step, verification, index, end)
+        return end - step.segments[index].start
+
+    with patched(Copies, "cut", cut):
+        yield
+
+
+@planted("tokens", "core", "depth", "books")
+@contextmanager
+def kept_past_the_stop() -> Iterator[None]:
+    """A verified draft is kept whole where a stop token is in it."""
+    with patched(settle, "taken", lambda _, run: len(run)):
         yield
 
 

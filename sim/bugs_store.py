@@ -98,7 +98,7 @@ def parents_go_first() -> Iterator[None]:
         yield
 
 
-@planted("orphans", seeds=300, fault=Fault(kind="stop", role="cachestore", phase="publishing", lasts_ms=150))
+@planted("orphans", seeds=300, fault=Fault(kind="stop", role="cachestore", phase="publishing", nth=3, lasts_ms=300))
 @contextmanager
 def the_leaving_joined() -> Iterator[None]:
     """What is on its way out counts as on its way in: a publish has others come to rest on it."""

@@ -13,6 +13,7 @@ from sim.router import Ask, Result
 from sim.toy import VOCAB, generate
 from sim.world import Future, Process, Steps, World
 
+BEYOND_STOP = 5  # tokens more that might be generated, were it not for the stop token
 PATIENCE_MS = 2_500  # beyond a request's deadline: a router that was stopped answers when it goes on
 
 
@@ -75,7 +76,8 @@ class Clients(Process):
             stop = frozenset(truth[-1:]) if turn.stops else frozenset()
             truth = truth[: truth.index(truth[-1]) + 1] if turn.stops else truth
             hints = ((len(conversation.head), 0), (len(ids), 1)) if conversation.hinted else ()
-            yield from self._ask(conversation, number, ids, turn.max_tokens, stop, hints, truth)
+            limit = turn.max_tokens + (BEYOND_STOP if turn.stops else 0)
+            yield from self._ask(conversation, number, ids, limit, stop, hints, truth)
             history = ids + tuple(truth)
         self.open -= 1
 

@@ -77,6 +77,7 @@ def scenario(seed: int) -> Scenario:
             num_slots=rng.randint(3, 6) if tight else 16,
             kept_share=rng.choice((0.0, 0.0, 0.5, 0.8)),
             writeback=rng.choice(("on", "off", "adaptive")),
+            draft_len_max=rng.choice((0, 0, 3, 7)),
         ),
         node_cells=rng.randint(14, 36) if tight else 240,
         disk_cells=rng.choice((0, 0, 30, 90)),

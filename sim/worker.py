@@ -8,9 +8,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from engine.api import SampledToken, SamplingParams, SequenceSpec, SnapshotTaken
-from engine.core import Events, Scheduler, Step
+from engine.core import Events, Scheduler
+from engine.step import Drawn, Step
 from moonrelay.errors import ServeError
 from sim.adapters import CONTEXT_LEN, PoolSizes, engine_settings
+from sim.drafting import Drafter
 from sim.memory import Landing, Pool, Span
 from sim.redis import Member
 from sim.toy import BLOCK_TOKENS, consume, next_token
@@ -79,12 +81,15 @@ class Mailbox:
 class Worker(Member):
     def __init__(self, world: World, name: str, pools: PoolSizes) -> None:
         super().__init__(world, name)
-        self.scheduler = Scheduler(engine_settings(pools), context_len=CONTEXT_LEN)
+        self.scheduler = Scheduler(
+            engine_settings(pools), context_len=CONTEXT_LEN, has_drafter=pools.draft_len_max > 0
+        )
         self.memory = WorkerMemory(
             world, name, self.scheduler, kept_share=pools.kept_share, on_change=self._memory_changed
         )
         self.rows, self.state = self.memory.rows, self.memory.state
         self.pools = {"rows": self.rows, "state": self.state}
+        self._drafter = Drafter(self.scheduler, self.rows, self.state, self.rng, pools.draft_len_max)
         self.quarantined = self.background = 0
         self._watchers: dict[int, Callable[[int], None]] = {}  # by reservation
         self._finished_early: dict[int, tuple[int, int]] = {}  # slot: the first layer's state before the pass
@@ -164,6 +169,7 @@ class Worker(Member):
                 yield STEP_MS * self.rng.random()
             events = self._complete(step)
             self._deliver(events)
+            self._drafter.propose(step.sequences)
             self.memory.serve_waiting()
 
     def _guard_step(self, step: Step) -> None:
@@ -180,10 +186,18 @@ class Worker(Member):
             self.world.counts["fault:model"] += 1
             self._finished_early.clear()
             return self.scheduler.fault(step, ServeError("the model failed"))
-        drawn = [token for segment in step.segments if (token := self._forward(segment)) is not None]
+        drawn = [token for index in range(len(step.segments)) if (token := self._draw(step, index)) is not None]
         for source, target in step.copies:
             self.state.write(slot_cells(target), self.state.read(slot_cells(source)))
+        self._drafter.fold(step, drawn)
         return self.scheduler.complete(step, drawn)
+
+    def _draw(self, step: Step, index: int) -> Drawn | None:
+        verified = step.verification.draws if step.verification is not None else {}
+        if index not in verified:
+            return self._forward(step.segments[index])
+        self.world.counts["verified_segments"] += 1
+        return self._drafter.verify(step.segments[index], step.draws[verified[index]])
 
     def _forward(self, segment: Any) -> SampledToken | None:
         """The toy model on the pools' cells, in place."""
