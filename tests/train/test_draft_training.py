@@ -253,3 +253,17 @@ def test_killed_actors_are_replaced_and_the_run_goes_on(
     assert max(record["queued"] for record in records if "queued" in record) <= fleet.queue_max
     assert records[-1]["held_out_code"] >= 1.0
     assert (tmp_path / EXPORT / "model.safetensors").exists()
+
+
+def test_the_cluster_file_seats_every_actor() -> None:
+    yaml = pytest.importorskip("yaml", reason="Ray brings it")
+    from train.draft_ray import ROLES
+
+    path = Path(__file__).parents[2] / "deploy" / "k8s" / "drafter-training.yaml"
+    groups = yaml.safe_load(path.read_text())["spec"]["workerGroupSpecs"]
+    seats = {
+        role: group["replicas"] * number
+        for group in groups
+        for role, number in json.loads(json.loads(group["rayStartParams"]["resources"])).items()
+    }
+    assert seats == dict(zip(ROLES, (28, 4), strict=True))
