@@ -148,11 +148,11 @@ class DecodeEdge(worker_pb2_grpc.DecodeWorkerServicer):
         Tokens of one step go together, and those of faster steps wait for the message that is due: a message costs
         two processes as much as a small model's token.
         """
-        clock = asyncio.get_running_loop().time
-        count, last_s = 0, None
+        clock, interval_s = asyncio.get_running_loop().time, self._stream_interval_s
+        count, last_s, due_s = 0, None, 0.0
         while True:
             tokens, finished = [], None
-            for event in await turn.events(0.0 if last_s is None else last_s + self._stream_interval_s):
+            for event in await turn.events(due_s):
                 match event:
                     case TokenSampled(token=token):
                         tokens.append(token_to_wire(token))
@@ -165,6 +165,8 @@ class DecodeEdge(worker_pb2_grpc.DecodeWorkerServicer):
                 elif first_token is not None:
                     await first_token()
                 count, last_s = count + len(tokens), now_s
+                if interval_s:  # on one grid, so that all requests' messages are sent, and read, together
+                    due_s = (now_s // interval_s + 1.0) * interval_s
                 await emit(worker_pb2.DecodeEvent(tokens=worker_pb2.Tokens(tokens=tokens)))
             if finished is not None:
                 if finished.reason not in FINISH:

@@ -9,6 +9,7 @@ import pytest
 
 from engine.api import Finished, Progress
 from engine.worker.stream import EventStream, Wakeups
+from tests.workers.world import World, prefill_request, running
 
 LONG_S = 30.0  # a wait that must end early
 LAST = Finished(reason="length", tokens_in_state=1)
@@ -145,5 +146,26 @@ def test_a_wait_given_up_leaves_the_events_to_the_next():
             await asyncio.wait({waiting})
             stream.emit(Progress(tokens=1))
             assert await asyncio.wait_for(stream.batch(), LONG_S) == [Progress(tokens=1)]
+
+    asyncio.run(scenario())
+
+
+def test_tokens_of_fast_steps_leave_together_and_the_end_at_once(make_engine, backend):
+    """Messages are due only at an hour's end: the first token goes by itself, what follows with the turn's end."""
+
+    async def hourly(world: World) -> None:
+        world.stream_interval_s = 3_600.0
+
+    async def scenario():
+        prompt = list(range(1, 40))
+        async with running(make_engine, backend) as world:
+            expected = await world.aggregated(prompt, max_tokens=20)
+        async with running(make_engine, backend, prepare=hourly) as world:
+            messages = []
+            async for event in world.decode_stub.Generate(prefill_request(prompt, max_tokens=20)):
+                if event.WhichOneof("event") == "tokens":
+                    messages.append([token.id for token in event.tokens.tokens])
+            assert [token for message in messages for token in message] == expected
+            assert len(messages) == 2 and len(expected) == 20
 
     asyncio.run(scenario())

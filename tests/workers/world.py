@@ -106,6 +106,7 @@ class World:
         self.kept_share = 0.0  # the device tier
         self.snapshot_dtype = "fp32"
         self.part_bytes = PART_BYTES
+        self.stream_interval_s = 0.0
         self.tier: HeldBlocks | None = None  # what decode has kept; set before `start`
         self.drafters: dict[str, Path | None] = {}  # by worker, with native backends; empty: the torch backend, none
         self.caches: list[WorkerCache] = []
@@ -135,8 +136,9 @@ class World:
             epochs=lambda: self.epochs,
         )  # fmt: skip
         edge = DecodeEdge(
-            self.decode.prompts, self.reader, self.decode.gate, identity=self.identity, max_context=4096
-        )
+            self.decode.prompts, self.reader, self.decode.gate, identity=self.identity, max_context=4096,
+            stream_interval_s=self.stream_interval_s,
+        )  # fmt: skip
         worker_pb2_grpc.add_DecodeWorkerServicer_to_server(edge, self.decode.server.grpc)
         for half, work in ((self.prefill, self.owner.run()), (self.decode, self.reader.run())):
             await half.server.start()
