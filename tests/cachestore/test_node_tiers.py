@@ -317,6 +317,7 @@ def test_an_entry_that_left_and_came_back_while_room_was_made_is_not_written_fro
 
             monkeypatch.setattr(disk, "_make_room", leave_and_return)
             await world.worker.publish(world.member, mine, range(4), (4,))
+            await until(lambda: bool(moved) and core.stats().num_snapshots == 2)  # both came after it had left
             await settled(world)
             assert moved and metric(world, "disk_refused_entries_total") == 0
             assert await fetched(world, mine) == await fetched(world, filler) == 4 * 64
