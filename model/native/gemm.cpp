@@ -9,7 +9,7 @@ constexpr int kTileRows = 6;
 
 // Panels per kernel call by row count: enough independent chains to cover the latency of a fused multiply-add, as
 // few as the register file holds.
-constexpr int kWide[kTileRows + 1] = {0, 4, 2, kLanes == 16 ? 2 : 1, kLanes == 16 ? 2 : 1, kLanes == 16 ? 2 : 1,
+constexpr int kWide[kTileRows + 1] = {0, 4, 2, 2, kLanes == 16 ? 2 : 1, kLanes == 16 ? 2 : 1,
                                       kLanes == 16 ? 2 : 1};
 // How many bytes ahead of its use a weight is asked for, in each of P streams. Measured: the hardware's own prefetch
 // leaves a quarter of the large products' speed and half of a few rows' on the table.
@@ -31,9 +31,15 @@ template <int R, int P>
 MR_INLINE void step(Acc<R, P>& acc, int p, const float* const* a, int k, V low, V high) {
 #pragma GCC unroll 6
     for (int r = 0; r < R; ++r) {
-        const V x = set1(a[r][k]);
-        acc.v[r][p * 2] = fma(x, low, acc.v[r][p * 2]);
-        acc.v[r][p * 2 + 1] = fma(x, high, acc.v[r][p * 2 + 1]);
+        if constexpr (R == 3 && P == 2) {  // fills the register file to the last
+            const V x = set1_anew(a[r] + k);
+            fma_into(acc.v[r][p * 2], x, low);
+            fma_into(acc.v[r][p * 2 + 1], x, high);
+        } else {
+            const V x = set1(a[r][k]);
+            acc.v[r][p * 2] = fma(x, low, acc.v[r][p * 2]);
+            acc.v[r][p * 2 + 1] = fma(x, high, acc.v[r][p * 2 + 1]);
+        }
     }
 }
 
@@ -153,7 +159,8 @@ void strip(const GemmJob& job, int rows, int row0, int panel0, int panel1) {
 void strips(const GemmJob& job, int row0, int row1, int panel0, int panel1) {
     int left = (row1 - row0 + kTileRows - 1) / kTileRows;
     for (int r = row0; r < row1; --left) {
-        const int rows = (row1 - r + left - 1) / left;
+        int rows = (row1 - r + left - 1) / left;
+        if (left == 2 && (row1 - r == 8 || row1 - r == 9)) rows = row1 - r - 3;  // four rows alone lack chains
         if (job.w->kind == Kind::kBf16) strip<Kind::kBf16>(job, rows, r, panel0, panel1);
         else if (job.w->kind == Kind::kF32) strip<Kind::kF32>(job, rows, r, panel0, panel1);
         else strip<Kind::kMx>(job, rows, r, panel0, panel1);
@@ -174,7 +181,7 @@ void Gemm::execute(const Task& t, int thread) {
     if (t.row1 - t.row0 <= kTileRows) return strips(job, t.row0, t.row1, t.panel0, t.panel1);
     const Matrix& m = *job.w;
     if (m.kind != Kind::kMx) {
-        constexpr int wide = kWide[kTileRows];
+        constexpr int wide = kLanes == 16 ? kWide[kTileRows] : 2;
         for (int p = t.panel0; p < t.panel1; p += wide) strips(job, t.row0, t.row1, p, min_int(p + wide, t.panel1));
         return;
     }

@@ -178,6 +178,26 @@ MR_INLINE void pin(V& a) {
 #endif
 }
 
+// sum += x * y in sum's own register, and a number in all lanes, loaded anew: a compiler that may choose keeps copies
+// and spills the sums of a wide tile. The same operations as fma and set1.
+MR_INLINE void fma_into(V& sum, V x, V y) {
+#if defined(MR_AVX2)
+    asm("vfmadd231ps %2, %1, %0" : "+x"(sum.v) : "x"(x.v), "x"(y.v));
+#else
+    sum = fma(x, y, sum);
+#endif
+}
+
+MR_INLINE V set1_anew(const float* p) {
+#if defined(MR_AVX2)
+    V x;
+    asm volatile("vbroadcastss %1, %0" : "=x"(x.v) : "m"(*p));
+    return x;
+#else
+    return set1(*p);
+#endif
+}
+
 // A bf16 panel word holds two columns: the low half is column j, the high half column j + kLanes.
 MR_INLINE V low_bf16(I w) { return as_float(shl<16>(w)); }
 MR_INLINE V high_bf16(I w) { return as_float(and_i(w, set1_i(int32_t(0xFFFF0000u)))); }
