@@ -37,12 +37,12 @@ FINAL_RATE = 0.02
 class TrainerSettings:
     """`samples` sequences a step, `anchors` blocks in each. Learning rates fall linearly over the last `decay`."""
 
-    samples: int = 8
-    anchors: int = 48
-    decay: float = 0.4
-    rate: float = 1.0
-    ce_first: float = 0.5  # share of the cross-entropy at the start, which moves what overlaps nowhere
-    ce_last: float = 0.1
+    samples: int = 14
+    anchors: int = 36
+    decay: float = 0.8
+    rate: float = 1.3
+    ce_first: float = 0.8  # share of the cross-entropy at the start, which moves what overlaps nowhere
+    ce_last: float = 0.2
     seed: int = 0
 
 
