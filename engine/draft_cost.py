@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 OWN_RATE, SHARED_RATE = 0.1, 0.05  # how much of a surprise moves a size's own figure, and all figures
 SURPRISE_MAX = math.log(1.5)  # one step that waited for another process says little
+RELIEF_MAX = math.log(4.0)  # nothing makes a step faster than it is: the figure before was too high
 MORE = 0.1  # a token more, in steps of one sequence's one token: hopeful, so that the truth is soon tried
 
 
@@ -19,19 +20,25 @@ class Costs:
     """
 
     _seen: dict[int, dict[int, float]] = field(default_factory=dict)  # log seconds, without what is shared
+    _times: dict[tuple[int, int], int] = field(default_factory=dict)  # how often each was seen
     _shared: float = 0.0
 
     def observe(self, sequences: int, tokens: int, seconds: float) -> None:
         if not seconds > 0.0:
             return
         row, figure = self._seen.setdefault(sequences, {}), math.log(seconds)
-        known = row.get(tokens)
+        known, times = row.get(tokens), self.times(sequences, tokens)
+        self._times[sequences, tokens] = times + 1
         if known is None:
             row[tokens] = figure - self._shared
             return
-        surprise = min(max(figure - known - self._shared, -SURPRISE_MAX), SURPRISE_MAX)
-        self._shared += SHARED_RATE * surprise
-        row[tokens] = known + OWN_RATE * surprise
+        surprise = min(max(figure - known - self._shared, -RELIEF_MAX), SURPRISE_MAX)
+        self._shared += SHARED_RATE * min(max(surprise, -SURPRISE_MAX), SURPRISE_MAX)
+        row[tokens] = known + max(OWN_RATE, 1.0 / (times + 1)) * surprise  # the first few count alike
+
+    def times(self, sequences: int, tokens: int) -> int:
+        """How often this very size was seen."""
+        return self._times.get((sequences, tokens), 0)
 
     def estimate(self, sequences: int, tokens: int) -> float | None:
         """Seconds; between sizes that were seen on a line, beyond them as they rise. None: nothing was seen."""

@@ -31,6 +31,7 @@ PROBE_LEN = 3
 CREDIT_MAX_S = 1.0
 LOOK_AGAIN = 64  # steps after which a choice not to draft is thought over; and between plain steps where it pays
 FEATURES_MIN = 1e-6
+PLAIN_MIN = 3  # plain steps to have seen of so many sequences: all that drafting promises is measured against them
 
 
 Draws = Literal["greedy", "seeded", "sampled"]  # how a request draws: drafts do differently well with each
@@ -127,6 +128,8 @@ class DraftPolicy:
         if self._still_for == len(known) and self._still < LOOK_AGAIN:
             self._still += 1
             return self._probe(known, caps)
+        if self.steps.times(len(known), len(known)) < PLAIN_MIN:
+            return None
         plan = self._best(known, caps)
         self._still, self._still_for = 0, 0 if plan is not None else len(known)
         if plan is None:
@@ -150,6 +153,16 @@ class DraftPolicy:
         own.observe(confidence, outcomes, few=OWN_FEW, rate=OWN_RATE)
         self._prior(draws).observe(confidence, outcomes, few=ALL_FEW, rate=ALL_RATE)
         self._still = LOOK_AGAIN
+
+    def cut(self, own: Acceptance, confidence: Sequence[float], verified: int, *, draws: Draws) -> None:
+        """A draft was not verified beyond `verified` tokens: the next would not have been kept more often than the
+        drafter says, or drafts would be made for ever that nobody tries."""
+        if verified < len(confidence):
+            chance = own.calibrated(confidence[verified])
+            own.kept[verified] += OWN_RATE * (chance - own.kept[verified])
+            own.seen += not verified
+            prior = self._prior(draws)
+            prior.kept[verified] += ALL_RATE * (chance - prior.kept[verified])
 
     def had_idea(self, own: Acceptance, *, idea: bool, draws: Draws) -> None:
         """Whether the drafter, asked for this sequence, gave any token."""
@@ -177,8 +190,7 @@ class DraftPolicy:
         """The most tokens per second; None where that is without drafts."""
         count = len(known)
         plain = self.plain_s(count)
-        if plain is None:  # the first step there is
-            return Plan(lengths=list(caps))
+        assert plain is not None, "some plain steps come first"
         chances = [
             (chance, index)
             for index, (acceptance, cap) in enumerate(zip(known, caps, strict=True))

@@ -289,7 +289,9 @@ class Speculator:
                 continue
             drafting.claimed = proposal.confidence
             draft = Draft(tokens=proposal.tokens, laws=proposal.laws if draws == "sampled" else None)
-            worth = draft.cut(plan.verified(drafting.acceptance, proposal.confidence))
+            count = plan.verified(drafting.acceptance, proposal.confidence)
+            self.policy.cut(drafting.acceptance, proposal.confidence, count, draws=draws)
+            worth = draft.cut(count)
             if worth is not None:
                 offers.append((sequence, worth))
         return offers

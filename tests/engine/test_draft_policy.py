@@ -40,6 +40,8 @@ class Machine:
             plan.verified(a, [self.kept] * n) if plan is not None and n else 0
             for a, n in zip(self.known, lengths, strict=True)
         ]
+        for acceptance, asked_for, length in zip(self.known, lengths, worth, strict=True):
+            self.policy.cut(acceptance, [self.kept] * asked_for, length, draws="greedy")
         seconds = self.step_s(count + sum(worth)) * self.rng.uniform(0.9, 1.3)
         self.policy.ran(sequences=count, tokens=count + sum(worth), seconds=seconds)
         self.seconds += seconds
