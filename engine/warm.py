@@ -21,7 +21,7 @@ TIMEOUT_S = 600.0  # a large checkpoint's pages may come from a slow disk
 def warm(engine: Engine) -> None:
     """One prompt that crosses a tile, then a batch that uses the whole sampler. Needs an idle, started engine.
 
-    With a drafter both once more, longer: it begins with what warm steps and drafts cost.
+    With a drafter both once more, longer, so that drafts of every length have run.
 
     Raises: the error of a sequence that failed: such an engine must not be called ready.
     """
@@ -42,7 +42,7 @@ def warm(engine: Engine) -> None:
     if more > greedy.max_tokens:
         for round_ in (specs, batch):
             _run(engine, [replace(spec, sampling=replace(spec.sampling, max_tokens=more)) for spec in round_])
-    engine.forget_drafts(costs=False)
+    engine.forget_drafts(costs=True)  # a start is a busy time: what steps cost is soon learned, unlearned slowly
 
 
 def _run(engine: Engine, specs: list[SequenceSpec]) -> None:
