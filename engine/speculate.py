@@ -31,6 +31,7 @@ from moonrelay.errors import InvariantError, SettingsError
 log = logging.getLogger(__name__)
 FAULTS_MAX = 8  # in a row, then the drafter is switched off
 BACKLOG_TOKENS_MAX = 64  # whose rows are not written yet: one product for many is several times cheaper than for one
+TAPS_SPARE = 4 * BACKLOG_TOKENS_MAX  # taps of refused tokens lie between those that are waited with
 LAW_SLACK = 1e-3  # how far from 1 a drafter's law may sum up to
 
 
@@ -94,8 +95,10 @@ class Speculator:
         self._taps: torch.Tensor | None = None
         if drafter.target_layers:
             backend.tap(drafter.target_layers)
-            shape = settings.max_batch_tokens, len(drafter.target_layers), backend.config.hidden_size
+            room = settings.max_batch_tokens + TAPS_SPARE
+            shape = room, len(drafter.target_layers), backend.config.hidden_size
             self._taps = mapped_floats(shape[0], shape[1] * shape[2]).view(shape)
+        self._taps_used = 0  # by passes whose rows are not written yet
         record = pools.layout.record_floats(self.length_max + 1)
         self.records = mapped_floats(settings.max_batch_sequences, record) if self.length_max else None
         self._backlog: dict[LiveSequence, _Consumed] = {}
@@ -109,12 +112,15 @@ class Speculator:
         """[tokens of the step, num_taps, hidden], for the pass to fill; None where nobody would read them."""
         if self._taps is None or not self.on:
             return None
-        return self._taps[: step.num_prompt_tokens + step.num_decode_tokens]
+        tokens = step.num_prompt_tokens + step.num_decode_tokens
+        if self._taps_used + tokens > len(self._taps):
+            self.write_rows()
+        return self._taps[self._taps_used : self._taps_used + tokens]
 
     def consumed(self, step: Step) -> None:
         """The pass ran and is settled: what its sequences keep will need rows."""
         kept = step.verification.kept if step.verification is not None else {}
-        at = 0
+        at = self._taps_used
         for index, (sequence, segment) in enumerate(zip(step.sequences, step.segments, strict=True)):
             tokens = kept.get(index, len(segment.ids))
             if not self.on or self._taps is None:
@@ -127,6 +133,7 @@ class Speculator:
                 entry.ids += segment.ids[:tokens]
                 entry.taps.append(self._taps[at : at + tokens])
             at += len(segment.ids)
+        self._taps_used = at
 
     @property
     def behind(self) -> bool:
@@ -135,6 +142,7 @@ class Speculator:
 
     def write_rows(self) -> None:
         """Of all that was consumed. Before anybody else may own the blocks, or look into them."""
+        self._taps_used = 0
         if not self._backlog:
             return
         entries = list(self._backlog.values())
@@ -154,11 +162,9 @@ class Speculator:
             self._fault("rows", failed)
 
     def rest(self) -> None:
-        """Before the next pass overwrites the taps: keep what is still needed, or use it."""
+        """A turn is over: rows are not waited with for ever."""
         if sum(len(entry.ids) for entry in self._backlog.values()) >= BACKLOG_TOKENS_MAX:
             self.write_rows()
-        for entry in self._backlog.values():
-            entry.taps[-1] = entry.taps[-1].clone()
 
     def forget(self, sequences: Sequence[LiveSequence]) -> None:
         """They have failed: nobody reads their rows."""
