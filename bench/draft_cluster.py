@@ -27,12 +27,12 @@ SPEED_PROMPT_TOKENS = 64  # of each prompt, where decoding is timed: others' pro
 
 @dataclass(frozen=True)
 class Answer:
-    """`draft`: what drafting did for the request, as the usage says; None without a drafter."""
+    """`steps`: decode steps, as the usage says, with a draft or without; 0 where there is no drafter."""
 
     ids: tuple[int, ...]
     cached: int
     drafter_cold: int
-    draft: dict[str, Any] | None
+    steps: int
 
 
 @asynccontextmanager
@@ -76,7 +76,7 @@ async def ask(session: aiohttp.ClientSession, url: str, ids: Sequence[int], toke
         tuple(answer["choices"][0]["token_ids"]),
         details["cached_tokens"],
         details.get("drafter_cold") or 0,
-        usage["moonrelay"].get("draft"),
+        usage["moonrelay"]["verify_steps"] + usage["moonrelay"]["plain_steps"],
     )
 
 
@@ -106,14 +106,13 @@ def by_path(prompts: Sequence[Prompt], answers: Sequence[Answer], only_hits: boo
     steps: dict[str, int] = {}
     cold = 0
     for prompt, answer in zip(prompts, answers, strict=True):
-        if answer.draft is None or (only_hits and not answer.cached):
+        if not answer.steps or (only_hits and not answer.cached):
             continue
         cold += answer.drafter_cold
         tokens[prompt.kind] = tokens.get(prompt.kind, 0) + len(answer.ids) - 1  # the first is prefill's
-        done = answer.draft["verify_steps"] + answer.draft["plain_steps"]
-        steps[prompt.kind] = steps.get(prompt.kind, 0) + done
+        steps[prompt.kind] = steps.get(prompt.kind, 0) + answer.steps
     return {kind: round(tokens[kind] / steps[kind], 4) for kind in tokens} | {
-        "prompts": sum(a.draft is not None and (not only_hits or a.cached > 0) for a in answers),
+        "prompts": sum(a.steps > 0 and (not only_hits or a.cached > 0) for a in answers),
         "cached_tokens": sum(answer.cached for answer in answers),
         "drafter_cold_tokens": cold,
     }
