@@ -105,6 +105,7 @@ class DraftPolicy:
     drafts: Costs = field(default_factory=Costs)  # by requests and slots
     _priors: dict[Draws, Acceptance] = field(default_factory=dict)
     _credit_s: float = 0.0
+    _probe_s: float = 0.0  # what the next probe will take, when that was last asked
     _still: int = 0  # steps since the last plan that was thought over
     _still_for: int = 0  # sequences of that plan, which chose not to draft; 0: it did draft
     _turn: int = 0  # whose turn it is to be probed
@@ -139,6 +140,15 @@ class DraftPolicy:
             self._drafting = 0
             return None
         return plan
+
+    def rests(self, sequences: int) -> bool:
+        """Whether drafting does not pay for so many and no probe is due: what most steps ask where it never pays."""
+        if not self.adaptive or self._still_for != sequences or self._still >= LOOK_AGAIN:
+            return False
+        if self._credit_s >= self._probe_s:
+            return False
+        self._still += 1
+        return True
 
     def ran(self, *, sequences: int, tokens: int, seconds: float) -> None:
         """A step without prompts: `tokens` in all of `sequences`."""
@@ -230,7 +240,8 @@ class DraftPolicy:
         cost = self._seconds(len(known), length, 1, plain) - plain
         if not length:
             self._turn += 1
-        if not length or self._credit_s < max(cost, PROBE_SHARE * plain):
+        self._probe_s = max(cost, PROBE_SHARE * plain)
+        if not length or self._credit_s < self._probe_s:
             return None
         self._credit_s -= cost
         self._turn += 1

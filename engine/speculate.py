@@ -43,12 +43,12 @@ class Attempt(Protocol):
 
 @dataclass(slots=True)
 class _Consumed:
-    """Tokens of one sequence whose drafter rows are to be written: ids from `start` on and their taps."""
+    """Tokens of one sequence whose drafter rows are to be written: ids from `start` on and where their taps lie."""
 
     sequence: LiveSequence
     start: int
     ids: list[int]
-    taps: list[torch.Tensor]
+    taps: list[tuple[int, int]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,6 +98,7 @@ class Speculator:
             room = settings.max_batch_tokens + TAPS_SPARE
             shape = room, len(drafter.target_layers), backend.config.hidden_size
             self._taps = mapped_floats(shape[0], shape[1] * shape[2]).view(shape)
+        self._taps_max = 0 if self._taps is None else len(self._taps)
         self._taps_used = 0  # by passes whose rows are not written yet
         record = pools.layout.record_floats(self.length_max + 1)
         self.records = mapped_floats(settings.max_batch_sequences, record) if self.length_max else None
@@ -113,25 +114,24 @@ class Speculator:
         if self._taps is None or not self.on:
             return None
         tokens = step.num_prompt_tokens + step.num_decode_tokens
-        if self._taps_used + tokens > len(self._taps):
+        if self._taps_used + tokens > self._taps_max:
             self.write_rows()
         return self._taps[self._taps_used : self._taps_used + tokens]
 
     def consumed(self, step: Step) -> None:
         """The pass ran and is settled: what its sequences keep will need rows."""
         kept = step.verification.kept if step.verification is not None else {}
-        at = self._taps_used
+        heard, at = self.on and self._taps is not None, self._taps_used
         for index, (sequence, segment) in enumerate(zip(step.sequences, step.segments, strict=True)):
             tokens = kept.get(index, len(segment.ids))
-            if not self.on or self._taps is None:
-                if self.drafter.draft_width:
-                    self._cold(sequence, segment.start + tokens)
-            else:
+            if heard:
                 entry = self._backlog.get(sequence)
                 if entry is None:
                     entry = self._backlog[sequence] = _Consumed(sequence, segment.start, [], [])
                 entry.ids += segment.ids[:tokens]
-                entry.taps.append(self._taps[at : at + tokens])
+                entry.taps.append((at, at + tokens))
+            elif self.drafter.draft_width:
+                self._cold(sequence, segment.start + tokens)
             at += len(segment.ids)
         self._taps_used = at
 
@@ -151,7 +151,8 @@ class Speculator:
             Segment(ids=e.ids, start=e.start, slot=e.sequence.reservation.slot, blocks=e.sequence.blocks)
             for e in entries
         ]
-        pieces = [piece for entry in entries for piece in entry.taps]
+        assert self._taps is not None
+        pieces = [self._taps[first:end] for entry in entries for first, end in entry.taps]
         taps = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
         started = time.perf_counter()
         failed = self._attempt(lambda: self.drafter.write_rows(segments, taps, self.pools.rows))
@@ -163,7 +164,7 @@ class Speculator:
 
     def rest(self) -> None:
         """A turn is over: rows are not waited with for ever."""
-        if sum(len(entry.ids) for entry in self._backlog.values()) >= BACKLOG_TOKENS_MAX:
+        if self._taps_used >= BACKLOG_TOKENS_MAX:
             self.write_rows()
 
     def forget(self, sequences: Sequence[LiveSequence]) -> None:
@@ -181,7 +182,7 @@ class Speculator:
 
     def propose(self, sequences: Sequence[LiveSequence]) -> list[tuple[LiveSequence, Draft]]:
         """Drafts for sequences that decode on, as far as that pays."""
-        if not self.on or not self.length_max or not sequences:
+        if not self.on or not self.length_max or not sequences or self.policy.rests(len(sequences)):
             return []
         known = [_drafting(sequence).acceptance for sequence in sequences]
         plan = self.policy.plan(known, [min(sequence.draws_left - 1, self.length_max) for sequence in sequences])
@@ -215,8 +216,13 @@ class Speculator:
         pure = step.num_prompt_tokens == 0
         if pure:
             self.policy.ran(sequences=count, tokens=tokens, seconds=seconds)
+        if step.verification is None:
+            for sequence in step.sequences:
+                if sequence.drafting is not None and sequence.last_id is not None:
+                    sequence.drafting.plain_steps += 1
+            return self._work(0, 0)
         plain_s = self.policy.plain_s(count) if pure else None
-        draws = step.verification.draws if step.verification is not None else {}
+        draws = step.verification.draws
         num_drafted = num_accepted = 0
         for index, sequence in enumerate(step.sequences):
             drafting = sequence.drafting
@@ -225,7 +231,6 @@ class Speculator:
             if index not in draws:
                 drafting.plain_steps += 1
                 continue
-            assert step.verification is not None
             run, kept = drawn[draws[index]], step.verification.kept[index]
             assert isinstance(run, tuple)
             length, passed = len(step.segments[index].ids) - 1, min(kept, len(run) - 1)

@@ -27,9 +27,10 @@ def tiny_model_dir() -> Path:
 
 @pytest.fixture
 def keep_threads() -> Iterator[None]:
-    """Puts torch's thread count back after a test that changes it."""
+    """Puts torch's thread count back after a test that changes it, and its small numbers, which trainers flush."""
     import torch
 
     threads = torch.get_num_threads()
     yield
     torch.set_num_threads(threads)
+    torch.set_flush_denormal(False)
