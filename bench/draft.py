@@ -197,10 +197,10 @@ def main() -> int:
         result["system"] = asyncio.run(system_figures(size, prompts, Path(folder), length))
     result["seconds"] = round(time.monotonic() - began)
     result["limits"] = limits(result)
-    show(result)
     if not args.quick:
         args.out.parent.mkdir(exist_ok=True)
         args.out.write_text(json.dumps(result, indent=1) + "\n")
+    show(result)
     return 0
 
 
