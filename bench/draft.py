@@ -67,7 +67,7 @@ def local_figures(
     chosen = prompts[: size.acceptance_prompts]
     found: dict[str, Any] = {"draft_length": length, "fixed": {}, "adaptive": {}, "costs": {}}
     for temperature in (0.0, 1.0):
-        for name in names:
+        for name in [*names, *(["network"] if temperature == 0.0 and "network" in local.drafters else [])]:
             outputs, _ = local.run(name, chosen, tokens=size.tokens, temperature=temperature, length=length)
             found["fixed"].setdefault(name, {})[f"temperature {temperature:g}"] = acceptance(outputs, ends)
     for temperature in (0.0, 1.0):

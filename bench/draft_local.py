@@ -72,9 +72,10 @@ class Local:
         self.backend = load_backend(model_dir, kind="auto", threads=1, numerics="invariant")
         self.drafters: dict[str, DraftModel | None] = {"none": None, "ngram": NgramDrafter()}
         if drafter_dir is not None:
-            self.drafters["drafter"] = load_draft_model(
+            served = load_draft_model(
                 drafter_dir, self.backend, kind="auto", threads=1, target_revision=weights_revision(model_dir)
             )
+            self.drafters |= {"drafter": served, "network": served._inner}  # as served, and without its own lookup
 
     def run(
         self,
