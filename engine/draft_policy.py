@@ -31,6 +31,9 @@ PROBE_LEN = 3
 CREDIT_MAX_S = 1.0
 LOOK_AGAIN = 64  # steps after which a choice not to draft is thought over; and between plain steps where it pays
 FEATURES_MIN = 1e-6
+# The best that a token read from the text can be hoped to be, of a request that takes the likeliest and of one that
+# draws: where not even such a draft pays, nobody reads.
+READ_BEST, READ_BEST_DRAWN = 0.97, 0.8
 PLAIN_MIN = 3  # plain steps to have seen of so many sequences: all that drafting promises is measured against them
 
 
@@ -63,6 +66,14 @@ class Acceptance:
         """The chance that a token of this confidence is kept."""
         claimed = min(max(confidence, FEATURES_MIN), 1.0 - FEATURES_MIN)
         return 1.0 / (1.0 + (1.0 - claimed) / claimed * math.exp(-self.bias))
+
+    def chances(self, confidence: Sequence[float]) -> list[float]:
+        """For each token of a draft, the chance that it and all before it are kept, by the confidence in each."""
+        chance, chances = 1.0, []
+        for claimed in confidence:
+            chance *= self.calibrated(claimed)
+            chances.append(chance)
+        return chances
 
     def survival(self, length: int) -> list[float]:
         """For each slot, the chance that its token and all before it are kept, what is unknown taken hopefully."""
@@ -103,7 +114,8 @@ class DraftPolicy:
     adaptive: bool = True
     steps: Costs = field(default_factory=Costs)  # by sequences and tokens of a step without prompts
     drafts: Costs = field(default_factory=Costs)  # by requests and slots
-    _priors: dict[Draws, Acceptance] = field(default_factory=dict)
+    _priors: dict[tuple[Draws, bool], Acceptance] = field(default_factory=dict)
+    _reads: dict[tuple[int, bool], tuple[bool, int]] = field(default_factory=dict)  # and for how many steps more
     _credit_s: float = 0.0
     _probe_s: float = 0.0  # what the next probe will take, when that was last asked
     _still: int = 0  # steps since the last plan that was thought over
@@ -111,9 +123,10 @@ class DraftPolicy:
     _turn: int = 0  # whose turn it is to be probed
     _drafting: int = 0  # steps with drafts since the last plain one
 
-    def begin(self, *, draws: Draws) -> Acceptance:
-        """What is expected of a new sequence: what others that draw alike came to."""
-        prior = self._prior(draws)
+    def begin(self, *, draws: Draws, read: bool = False) -> Acceptance:
+        """What is expected of a new sequence: what others that draw alike came to. `read`: of drafts that are read
+        from its text, which say themselves how good they are."""
+        prior = self._prior(draws, read)
         return replace(prior, kept=list(prior.kept), seen=0)
 
     def plan(self, known: Sequence[Acceptance], caps: Sequence[int]) -> Plan | None:
@@ -150,6 +163,43 @@ class DraftPolicy:
         self._still += 1
         return True
 
+    def reads(self, sequences: int, *, drawn: bool) -> bool:
+        """Whether a draft read from the text, made for nothing, could pay in a step of so many; looked at now and
+        then only. `drawn`: by a request that draws at a temperature."""
+        if not self.adaptive:
+            return True
+        pays, steps = self._reads.get((sequences, drawn), (False, 0))
+        if not steps:
+            best = READ_BEST_DRAWN if drawn else READ_BEST
+            pays, steps = (
+                any(self.worth(sequences, [[best**slot for slot in range(1, self.len_max + 1)]])),
+                LOOK_AGAIN,
+            )
+        self._reads[sequences, drawn] = pays, steps - 1
+        return pays
+
+    def worth(self, sequences: int, chances: Sequence[Sequence[float]]) -> list[int]:
+        """How many tokens to verify of drafts that are there already, in a step of so many sequences.
+
+        `chances`: for each draft, that its first token is kept, that its first two are, and so on.
+        """
+        if not self.adaptive:
+            return [len(row) for row in chances]
+        lengths, plain = [0] * len(chances), self.plain_s(sequences)
+        if plain is None or self.steps.times(sequences, sequences) < PLAIN_MIN:
+            return lengths
+        ranked = [(chance, index) for index, row in enumerate(chances) for chance in row]
+        ranked.sort(key=lambda pair: -pair[0])
+        kept, best_rate, best = float(sequences), GAIN_MIN * sequences / plain, 0
+        for tokens, (chance, _) in enumerate(ranked, 1):
+            kept += chance
+            rate = kept / (self.steps.estimate(sequences, sequences + tokens) or plain)
+            if rate > best_rate:
+                best_rate, best = rate, tokens
+        for _, index in ranked[:best]:
+            lengths[index] += 1
+        return lengths
+
     def ran(self, *, sequences: int, tokens: int, seconds: float) -> None:
         """A step without prompts: `tokens` in all of `sequences`."""
         self.steps.observe(sequences, tokens, seconds)
@@ -158,11 +208,20 @@ class DraftPolicy:
     def drafted(self, *, requests: int, slots: int, seconds: float) -> None:
         self.drafts.observe(requests, slots, seconds)
 
-    def judged(self, own: Acceptance, confidence: Sequence[float], outcomes: Sequence[bool], *, draws: Draws) -> None:
+    def judged(
+        self,
+        own: Acceptance,
+        confidence: Sequence[float],
+        outcomes: Sequence[bool],
+        *,
+        draws: Draws,
+        read: bool = False,
+    ) -> None:
         """What became of a sequence's draft: see `Acceptance.observe`."""
         own.observe(confidence, outcomes, few=OWN_FEW, rate=OWN_RATE)
-        self._prior(draws).observe(confidence, outcomes, few=ALL_FEW, rate=ALL_RATE)
-        self._still = LOOK_AGAIN
+        self._prior(draws, read).observe(confidence, outcomes, few=ALL_FEW, rate=ALL_RATE)
+        if not read:
+            self._still = LOOK_AGAIN
 
     def cut(self, own: Acceptance, confidence: Sequence[float], verified: int, *, draws: Draws) -> None:
         """A draft was not verified beyond `verified` tokens: the next would not have been kept more often than the
@@ -184,6 +243,7 @@ class DraftPolicy:
         """What drafts came to: the texts so far were not real ones. And what things cost, where they were cold."""
         self._priors.clear()
         self._credit_s, self._still_for = 0.0, 0
+        self._reads.clear()
         if costs:
             self.steps, self.drafts = Costs(), Costs()
 
@@ -193,8 +253,8 @@ class DraftPolicy:
 
     # -- details ---------------------------------------------------------------------------------------------------
 
-    def _prior(self, draws: Draws) -> Acceptance:
-        return self._priors.setdefault(draws, Acceptance(kept=[KEPT_PRIOR] * self.len_max))
+    def _prior(self, draws: Draws, read: bool = False) -> Acceptance:
+        return self._priors.setdefault((draws, read), Acceptance(kept=[KEPT_PRIOR] * self.len_max))
 
     def _best(self, known: Sequence[Acceptance], caps: Sequence[int]) -> Plan | None:
         """The most tokens per second; None where that is without drafts."""

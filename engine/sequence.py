@@ -81,10 +81,13 @@ class Drafting:
     """What drafting did for a sequence so far, as `api.DraftReport` says it, and what is expected of its drafts.
 
     `claimed`: the drafter's confidence in each token of its last draft. `text`: the ids that were known at the last
-    draft, `heard` drawn ones among them.
+    draft, `heard` drawn ones among them. `readings` and `read`: of drafts read from the text, whether
+    the last was one.
     """
 
     acceptance: Acceptance
+    readings: Acceptance
+    read: bool = False
     text: array[int] | None = None
     heard: int = 0
     claimed: Sequence[float] = ()

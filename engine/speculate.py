@@ -8,19 +8,17 @@ from __future__ import annotations
 
 import logging
 import time
-from array import array
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
-import numpy as np
 import torch
 
 from engine.api import SampledToken
-from engine.draft_policy import DraftPolicy, Draws, Plan
+from engine.draft_policy import DraftPolicy, Plan
+from engine.draft_words import drafting_of, draws_as, request_for, what_is_wrong
 from engine.pools import Pools, mapped_floats
-from engine.sampler import Purpose, uniform
 from engine.sequence import Draft, Drafting, LiveSequence
 from engine.settings import EngineSettings
 from engine.step import Drawn, Step
@@ -32,7 +30,7 @@ log = logging.getLogger(__name__)
 FAULTS_MAX = 8  # in a row, then the drafter is switched off
 BACKLOG_TOKENS_MAX = 64  # whose rows are not written yet: one product for many is several times cheaper than for one
 TAPS_SPARE = 4 * BACKLOG_TOKENS_MAX  # taps of refused tokens lie between those that are waited with
-LAW_SLACK = 1e-3  # how far from 1 a drafter's law may sum up to
+P = TypeVar("P", bound=Proposal | None)
 
 
 class Attempt(Protocol):
@@ -177,37 +175,32 @@ class Speculator:
     def begin(self, sequence: LiveSequence) -> None:
         """A sequence was submitted."""
         if self.length_max and not sequence.spec.hold_after_first:
-            acceptance = self.policy.begin(draws=_draws(sequence))
-            sequence.drafting = Drafting(acceptance=acceptance)
+            draws = draws_as(sequence)
+            readings = self.policy.begin(draws=draws, read=True)
+            sequence.drafting = Drafting(acceptance=self.policy.begin(draws=draws), readings=readings)
 
     def propose(self, sequences: Sequence[LiveSequence]) -> list[tuple[LiveSequence, Draft]]:
-        """Drafts for sequences that decode on, as far as that pays."""
-        if not self.on or not self.length_max or not sequences or self.policy.rests(len(sequences)):
+        """Drafts for sequences that decode on, as far as that pays: read from their texts, else the drafter's."""
+        if not self.on or not self.length_max or not sequences:
             return []
-        known = [_drafting(sequence).acceptance for sequence in sequences]
-        plan = self.policy.plan(known, [min(sequence.draws_left - 1, self.length_max) for sequence in sequences])
+        offers = self._read(sequences) if self._reader is not None else []
+        if self.policy.rests(len(sequences)):
+            return offers
+        found = {id(sequence) for sequence, _ in offers}
+        known = [drafting_of(sequence).acceptance for sequence in sequences]
+        plan = self.policy.plan(known, [0 if id(s) in found else self._room(s) for s in sequences])
         if plan is None:
-            return []
+            return offers
         asked = [(s, length) for s, length in zip(sequences, plan.lengths, strict=True) if length > 0]
-        requests = [_request(sequence, length) for sequence, length in asked]
-        started, rows_s = time.perf_counter(), self._rows_s
-        proposals = self._attempt(lambda: self._drafts(requests))
-        seconds = time.perf_counter() - started
-        self._draft_s += seconds - (self._rows_s - rows_s)
+        requests = [request_for(sequence, length) for sequence, length in asked]
+        self.write_rows()
+        proposals, seconds = self._timed(asked, lambda: self._drafts(requests))
         if not self.on:
             return []
         self.policy.drafted(
             requests=len(asked), slots=sum(length for _, length in asked) + len(asked), seconds=seconds
         )
-        for sequence, _ in asked:
-            _drafting(sequence).draft_s += seconds / len(asked)
-        if isinstance(proposals, Exception):
-            self._fault("raised", proposals, count=len(asked))
-            return []
-        if not isinstance(proposals, list) or len(proposals) != len(asked):
-            self._fault("length", InvariantError(f"{len(asked)} drafts asked for, not as many given"), len(asked))
-            return []
-        return self._chosen(asked, proposals, plan)
+        return [] if proposals is None else [*offers, *self._chosen(asked, proposals, plan)]
 
     def judged(self, step: Step, drawn: Sequence[Drawn], seconds: float) -> DraftWork:
         """What became of the drafts of the step, which took `seconds` in all. Before `complete`."""
@@ -247,25 +240,65 @@ class Speculator:
             # The token after those kept was refused, unless the run ended for another reason: then nobody asked.
             refused = kept == len(run) and passed < length and isinstance(run[-1], SampledToken)
             outcomes = [True] * passed + [False] * refused
-            self.policy.judged(
-                drafting.acceptance, drafting.claimed[: len(outcomes)], outcomes, draws=_draws(sequence)
-            )
+            known, claimed = drafting.readings if drafting.read else drafting.acceptance, drafting.claimed
+            how = draws_as(sequence)
+            self.policy.judged(known, claimed[: len(outcomes)], outcomes, draws=how, read=drafting.read)
         return self._work(num_drafted, num_accepted)
 
     # -- details --------------------------------------------------------------------------------------------------
 
+    def _room(self, sequence: LiveSequence) -> int:
+        return min(sequence.draws_left - 1, self.length_max)
+
+    def _read(self, sequences: Sequence[LiveSequence]) -> list[tuple[LiveSequence, Draft]]:
+        """Drafts that stand in the texts, where they promise to pay. They cost next to nothing: no rows, no pass."""
+        reader, count = self._reader, len(sequences)
+        assert reader is not None
+        pays = {
+            drawn: self.policy.reads(count, drawn=drawn) for drawn in {draws_as(s) == "sampled" for s in sequences}
+        }
+        asked = [(s, self._room(s)) for s in sequences if pays[draws_as(s) == "sampled"] and self._room(s) > 0]
+        if not asked:
+            return []
+        requests = [request_for(sequence, length, dice=False) for sequence, length in asked]
+        proposals, _ = self._timed(asked, lambda: reader.without_rows(requests))
+        ready = []
+        for (sequence, length), proposal in zip(asked, proposals or (), strict=proposals is not None):
+            if proposal is None or not self._fit(sequence, length, proposal):
+                continue
+            ready.append((sequence, proposal, drafting_of(sequence).readings.chances(proposal.confidence)))
+        lengths = self.policy.worth(count, [chances for _, _, chances in ready])
+        offers = []
+        for (sequence, proposal, _), worth in zip(ready, lengths, strict=True):
+            draft = Draft(tokens=proposal.tokens, laws=None).cut(worth)
+            if draft is not None:
+                drafting = drafting_of(sequence)
+                drafting.claimed, drafting.read = proposal.confidence, True
+                offers.append((sequence, draft))
+        return offers
+
     def _drafts(self, requests: Sequence[DraftRequest]) -> list[Proposal]:
-        """Rows are written only where the drafter needs them: for many tokens at once they cost less."""
         if self._reader is not None:
-            read = self._reader.without_rows(requests)
-            rest = [request for request, proposal in zip(requests, read, strict=True) if proposal is None]
-            if not rest:
-                return [proposal for proposal in read if proposal is not None]
-            self.write_rows()
-            drafted = iter(self._reader.with_rows(rest, self.pools.rows))
-            return [next(drafted) if proposal is None else proposal for proposal in read]
-        self.write_rows()
+            return self._reader.with_rows(requests, self.pools.rows)
         return self.drafter.draft(requests, self.pools.rows)
+
+    def _timed(
+        self, asked: Sequence[tuple[LiveSequence, int]], work: Callable[[], list[P]]
+    ) -> tuple[list[P] | None, float]:
+        """What the drafter says to each, or None where it failed; and the seconds that it took."""
+        started = time.perf_counter()
+        proposals = self._attempt(work)
+        seconds = time.perf_counter() - started
+        self._draft_s += seconds
+        for sequence, _ in asked:
+            drafting_of(sequence).draft_s += seconds / len(asked)
+        if isinstance(proposals, Exception):
+            self._fault("raised", proposals, count=len(asked))
+            return None, seconds
+        if not isinstance(proposals, list) or len(proposals) != len(asked):
+            self._fault("length", InvariantError(f"{len(asked)} drafts asked for, not as many given"), len(asked))
+            return None, seconds
+        return proposals, seconds
 
     def _work(self, num_drafted: int, num_accepted: int) -> DraftWork:
         ignored: Mapping[str, int] = NO_DRAFTS.ignored
@@ -288,17 +321,14 @@ class Speculator:
         """What is worth verifying of what was proposed."""
         offers = []
         for (sequence, length), proposal in zip(asked, proposals, strict=True):
-            drafting, draws = _drafting(sequence), _draws(sequence)
-            wrong = self._wrong(proposal, length, draws=draws)
-            if wrong is not None:
-                self._fault(wrong, InvariantError(f"a draft was refused: {wrong}"))
+            drafting, draws = drafting_of(sequence), draws_as(sequence)
+            if not self._fit(sequence, length, proposal):
                 continue
-            self._faults = 0
             self.policy.had_idea(drafting.acceptance, idea=bool(proposal.tokens), draws=draws)
             if not proposal.tokens:
                 self._ignored["empty"] += 1
                 continue
-            drafting.claimed = proposal.confidence
+            drafting.claimed, drafting.read = proposal.confidence, False
             draft = Draft(tokens=proposal.tokens, laws=proposal.laws if draws == "sampled" else None)
             count = plan.verified(drafting.acceptance, proposal.confidence)
             self.policy.cut(drafting.acceptance, proposal.confidence, count, draws=draws)
@@ -307,27 +337,14 @@ class Speculator:
                 offers.append((sequence, worth))
         return offers
 
-    def _wrong(self, proposal: Proposal, length: int, *, draws: Draws) -> str | None:
-        """Why a proposal cannot be used; None: it can. An empty one is right."""
-        tokens, laws = proposal.tokens, proposal.laws
-        if len(tokens) > length or len(proposal.confidence) != len(tokens):
-            return "length"
-        if not tokens:
-            return None
-        if min(tokens) < 0 or max(tokens) >= self._vocab_size:
-            return "vocabulary"
-        if not np.isfinite(proposal.confidence).all():
-            return "non_finite"
-        if laws is None or draws != "sampled":
-            return None
-        if laws.shape != (len(tokens), self._vocab_size):
-            return "law"
-        sums = laws.sum(axis=1, dtype=np.float64)
-        if not np.isfinite(sums).all():
-            return "non_finite"
-        if np.abs(sums - 1.0).max() > LAW_SLACK or laws.min() < 0.0:
-            return "law"
-        return None if laws[np.arange(len(tokens)), tokens].min() > 0.0 else "law"
+    def _fit(self, sequence: LiveSequence, length: int, proposal: Proposal) -> bool:
+        """Whether a proposal can be used; what is wrong with it is counted."""
+        wrong = what_is_wrong(proposal, length, vocab_size=self._vocab_size, draws=draws_as(sequence))
+        if wrong is not None:
+            self._fault(wrong, InvariantError(f"a draft was refused: {wrong}"))
+            return False
+        self._faults = 0
+        return True
 
     def _fault(self, reason: str, error: Exception, count: int = 1) -> None:
         self._ignored[reason] += count
@@ -339,44 +356,3 @@ class Speculator:
             for entry in self._backlog.values():
                 self._cold(entry.sequence, entry.start + len(entry.ids))
             self._backlog.clear()
-
-
-def _request(sequence: LiveSequence, length: int) -> DraftRequest:
-    params, position = sequence.spec.sampling, sequence.consumed
-    temperature = params.temperature if _draws(sequence) == "sampled" else 0.0  # else the likeliest: a certain draft
-    numbers = [
-        uniform(params.seed, params.choice, position + 1, Purpose.DRAFT, slot)
-        for slot in range(length if temperature > 0.0 else 0)
-    ]
-    assert sequence.last_id is not None
-    return DraftRequest(
-        anchor=sequence.last_id,
-        position=position,
-        blocks=sequence.blocks,
-        length=length,
-        first=sequence.draft_first,
-        temperature=temperature,
-        uniforms=numbers,
-        context=lambda: _text(sequence),
-    )
-
-
-def _text(sequence: LiveSequence) -> Sequence[int]:
-    """All ids that are known, the anchor last. It grows in place: copying it at every step would cost as much as a
-    draft."""
-    drafting = _drafting(sequence)
-    if drafting.text is None:
-        drafting.text = array("I", [*sequence.spec.history, *sequence.spec.ids])
-    drafting.text.extend(sequence.drawn[drafting.heard :])
-    drafting.heard = len(sequence.drawn)
-    return drafting.text
-
-
-def _draws(sequence: LiveSequence) -> Draws:
-    params = sequence.spec.sampling
-    return "greedy" if params.temperature == 0.0 else "seeded" if params.reproducible else "sampled"
-
-
-def _drafting(sequence: LiveSequence) -> Drafting:
-    assert sequence.drafting is not None
-    return sequence.drafting
