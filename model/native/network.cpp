@@ -142,7 +142,8 @@ void Model::mix_norm(int rows, int blocks, const float* mix, const float* norm) 
 
 void Model::forward(Batch batch) {
     const Config& c = config;
-    pool.alone(double(batch.rows) * row_macs_ < share_macs);
+    const double few = int(batch.segments.size()) <= kFewSequences ? kFewShare : 1.0;
+    pool.alone(double(batch.rows) * row_macs_ < few * share_macs);
     reserve(batch.rows);
     timed(Op::kEmbed, [&] { embed(batch); });
     int blocks = 0;  // residual[blocks] is the prefix sum h
