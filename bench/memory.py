@@ -20,6 +20,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIG = json.loads((ROOT / "model/zoo/k3_nano/config.json").read_text())["text_config"]
+DRAFTER = json.loads((ROOT / "model/zoo/k3_nano/drafter/config.json").read_text())
 SHORT, LONG = 8_192, 131_071
 REST_S = 20.0
 TICKS = os.sysconf("SC_CLK_TCK")
@@ -27,9 +28,10 @@ DEADLINE_S = 3600
 
 
 def row_bytes(tokens: int) -> int:
-    """fp32 rows of all MLA layers."""
+    """fp32 rows of all MLA layers, and of the drafter's behind them."""
     width = CONFIG["kv_lora_rank"] + CONFIG["qk_rope_head_dim"]
-    return tokens * len(CONFIG["linear_attn_config"]["full_attn_layers"]) * width * 4
+    draft_width = DRAFTER["num_hidden_layers"] * (DRAFTER["kv_lora_rank"] + DRAFTER["qk_rope_head_dim"])
+    return tokens * (len(CONFIG["linear_attn_config"]["full_attn_layers"]) * width + draft_width) * 4
 
 
 def status(pid: int, key: str) -> int:

@@ -3,8 +3,8 @@
 What has landed and agrees with its leased checksum stays where it is for the alternatives: a block is named by its
 hash, whoever had it. Blocks whose read went wrong, and nodes that do not answer, are not asked again.
 
-A drafter's rows of the blocks come with them, after everything that the hit needs, and cannot make it a miss: where
-they are missing or wrong, the report's `draft_first` is deeper.
+A drafter's rows of the blocks come with them, after everything that the hit needs. Where they are missing or wrong
+the report's `draft_first` is deeper, and the hit stays one; only where they may still land late is it given up.
 """
 
 from __future__ import annotations

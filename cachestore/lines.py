@@ -25,7 +25,7 @@ from moonrelay.stubs.v1 import cache_pb2
 HEADER: Final = struct.Struct("<HHIII")
 MAGIC: Final = 0x4D4C
 REQUEST_BYTES_MAX: Final = 4 << 20
-REPLY_BYTES_MAX: Final = 8 << 20  # every span of the longest lease is 2 MiB
+REPLY_BYTES_MAX: Final = 8 << 20  # every span of the longest lease, drafter rows among them, is 4 MiB
 CALLS_MAX: Final = 256  # in progress on one connection
 CONNECT_TIMEOUT_S: Final = 1.0
 SILENT_S: Final = 1.0  # a call that timed out after nothing was heard for so long: the connection may be dead

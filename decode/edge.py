@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Awaitable, Callable
 
@@ -29,7 +30,16 @@ from moonrelay.prefix import HASH_BYTES
 from moonrelay.stubs.v1 import worker_pb2, worker_pb2_grpc
 
 Emit = Callable[[worker_pb2.DecodeEvent], Awaitable[None]]
+GRID_SLACK = 1e-3  # of an interval
 WRITE_BACK_PATIENCE_S = 0.05  # the end of a turn waits for its write-back; its tokens are out already
+
+
+def next_due(now_s: float, interval_s: float) -> float:
+    """The next multiple of `interval_s` after `now_s`.
+
+    That is often one itself, since the loop's clock counts whole milliseconds: a rounding must not make it its own next.
+    """
+    return (math.floor(now_s / interval_s + GRID_SLACK) + 1) * interval_s
 
 
 class DecodeEdge(worker_pb2_grpc.DecodeWorkerServicer):
@@ -159,14 +169,14 @@ class DecodeEdge(worker_pb2_grpc.DecodeWorkerServicer):
                     case Finished():
                         finished = event
             if tokens:
-                now_s = clock()
+                now_s = time.monotonic()  # the loop's clock counts whole milliseconds
                 if last_s is not None:
                     self._prompts.metrics.inter_token.observe((now_s - last_s) / len(tokens))
                 elif first_token is not None:
                     await first_token()
                 count, last_s = count + len(tokens), now_s
                 if interval_s:  # on one grid, so that all requests' messages are sent, and read, together
-                    due_s = (now_s // interval_s + 1.0) * interval_s
+                    due_s = next_due(clock(), interval_s)
                 await emit(worker_pb2.DecodeEvent(tokens=worker_pb2.Tokens(tokens=tokens)))
             if finished is not None:
                 if finished.reason not in FINISH:

@@ -16,11 +16,11 @@ LAW_SLACK = 1e-3  # how far from 1 a drafter's law may sum up to
 
 
 def request_for(sequence: LiveSequence, length: int, *, dice: bool = True) -> DraftRequest:
-    """`dice`: with the numbers that a drafter draws by."""
+    """`dice`: with the numbers that a drafter draws by; a draft read from the text is certain whoever asks."""
     params, position = sequence.spec.sampling, sequence.consumed
-    temperature = (
-        params.temperature if draws_as(sequence) == "sampled" else 0.0
-    )  # else the likeliest: a certain draft
+    # A request that must draw what it would undrafted is given the likeliest token, which is a certain draft.
+    drawn = not dice or draws_as(sequence) == "sampled"
+    temperature = params.temperature if drawn else 0.0
     numbers = [
         uniform(params.seed, params.choice, position + 1, Purpose.DRAFT, slot)
         for slot in range(length if temperature > 0.0 and dice else 0)

@@ -254,10 +254,10 @@ class Speculator:
         """Drafts that stand in the texts, where they promise to pay. They cost next to nothing: no rows, no pass."""
         reader, count = self._reader, len(sequences)
         assert reader is not None
-        pays = {
-            drawn: self.policy.reads(count, drawn=drawn) for drawn in {draws_as(s) == "sampled" for s in sequences}
-        }
-        asked = [(s, self._room(s)) for s in sequences if pays[draws_as(s) == "sampled"] and self._room(s) > 0]
+        drawn = [sequence.spec.sampling.temperature > 0.0 for sequence in sequences]
+        pays = {kind: self.policy.reads(count, drawn=kind) for kind in set(drawn)}
+        rooms = [self._room(s) if pays[kind] else 0 for s, kind in zip(sequences, drawn, strict=True)]
+        asked = [(s, room) for s, room in zip(sequences, rooms, strict=True) if room > 0]
         if not asked:
             return []
         requests = [request_for(sequence, length, dice=False) for sequence, length in asked]

@@ -337,7 +337,8 @@ class Service:
         """
         began = time.perf_counter()
         beside = not turn.full
-        if not (self.admission.line_is_empty and await self._try_place(turn, leg, beside=beside)):
+        no_line = self.admission.line_is_empty or turn.remaining == 1  # that line is for decode's room
+        if not (no_line and await self._try_place(turn, leg, beside=beside)):
             if turn.queue_until_s is None:
                 turn.queue_until_s = asyncio.get_running_loop().time() + self.admission.queue_timeout_s
             async with self.admission.head_of_line():
@@ -352,7 +353,7 @@ class Service:
         fingerprint = leg.lookup.fingerprint
         while (plan := await self._path(turn, leg.need, fingerprint, turn.full)) is not None:
             leg.plan = plan
-            if plan.prefill is None or beside:
+            if plan.prefill is None or beside or turn.remaining == 1:  # the last token is prefill's own
                 return True
             try:
                 await self._legs.reserve(turn, leg, plan.decode)

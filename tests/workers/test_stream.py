@@ -7,6 +7,7 @@ import threading
 
 import pytest
 
+from decode.edge import next_due
 from engine.api import Finished, Progress
 from engine.worker.stream import EventStream, Wakeups
 from tests.workers.world import World, prefill_request, running
@@ -169,3 +170,12 @@ def test_tokens_of_fast_steps_leave_together_and_the_end_at_once(make_engine, ba
             assert len(messages) == 2 and len(expected) == 20
 
     asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("interval_s", [0.001, 0.003, 0.004, 0.008, 0.1])
+@pytest.mark.parametrize("uptime_s", [0, 12_345, 3_000_000])
+def test_the_next_message_is_due_after_now_and_within_one_interval(interval_s: float, uptime_s: int) -> None:
+    """The clock of uvloop counts whole milliseconds, so that it often stands exactly on the grid."""
+    for ms in range(2_000):
+        now_s = (uptime_s * 1_000 + ms) / 1_000
+        assert 0.0 < next_due(now_s, interval_s) - now_s <= interval_s * 1.001, now_s
