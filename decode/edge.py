@@ -37,7 +37,7 @@ WRITE_BACK_PATIENCE_S = 0.05  # the end of a turn waits for its write-back; its 
 def next_due(now_s: float, interval_s: float) -> float:
     """The next multiple of `interval_s` after `now_s`.
 
-    That is often one itself, since the loop's clock counts whole milliseconds: a rounding must not make it its own next.
+    That is often one itself, since the loop's clock counts whole milliseconds: no rounding may make it its own next.
     """
     return (math.floor(now_s / interval_s + GRID_SLACK) + 1) * interval_s
 

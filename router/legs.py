@@ -107,6 +107,7 @@ class Legs:
         """
         handover = Handover()
         if turn.remaining == 1:  # prefill draws it, and decode's part would only take the cores from prefill's
+            turn.served.decode = None
             await self._prefill(turn, leg, handover, prefill)
             if not turn.ended:
                 raise WorkerLost(f"{prefill.instance_id} did not end the turn with its last token", prefill)
