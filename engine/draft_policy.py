@@ -168,6 +168,8 @@ class DraftPolicy:
         then only. `drawn`: by a request that draws at a temperature."""
         if not self.adaptive:
             return True
+        if self.steps.times(sequences, sequences) < PLAIN_MIN:
+            return False
         pays, steps = self._reads.get((sequences, drawn), (False, 0))
         if not steps:
             best = READ_BEST_DRAWN if drawn else READ_BEST
@@ -203,7 +205,7 @@ class DraftPolicy:
     def ran(self, *, sequences: int, tokens: int, seconds: float) -> None:
         """A step without prompts: `tokens` in all of `sequences`."""
         self.steps.observe(sequences, tokens, seconds)
-        self._credit_s = min(self._credit_s + PROBE_SHARE * seconds, CREDIT_MAX_S)
+        self._credit_s = min(self._credit_s + PROBE_SHARE * seconds, max(CREDIT_MAX_S, self._probe_s))
 
     def drafted(self, *, requests: int, slots: int, seconds: float) -> None:
         self.drafts.observe(requests, slots, seconds)

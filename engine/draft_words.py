@@ -12,6 +12,7 @@ from engine.sampler import Purpose, uniform
 from engine.sequence import Drafting, LiveSequence
 from model.drafting import DraftRequest, Proposal
 
+TEMPERATURE_MIN = 1e-30  # as the target's own draw has it: one over it must be a number
 LAW_SLACK = 1e-3  # how far from 1 a drafter's law may sum up to
 
 
@@ -20,7 +21,7 @@ def request_for(sequence: LiveSequence, length: int, *, dice: bool = True) -> Dr
     params, position = sequence.spec.sampling, sequence.consumed
     # A request that must draw what it would undrafted is given the likeliest token, which is a certain draft.
     drawn = not dice or draws_as(sequence) == "sampled"
-    temperature = params.temperature if drawn else 0.0
+    temperature = max(params.temperature, TEMPERATURE_MIN) if drawn and params.temperature > 0.0 else 0.0
     numbers = [
         uniform(params.seed, params.choice, position + 1, Purpose.DRAFT, slot)
         for slot in range(length if temperature > 0.0 and dice else 0)

@@ -64,6 +64,10 @@ class DraftWork:
 NO_DRAFTS = DraftWork()
 
 
+def joined(pieces: Sequence[torch.Tensor]) -> torch.Tensor:
+    return pieces[0] if len(pieces) == 1 else torch.cat(list(pieces))
+
+
 class Speculator:
     """Owns the drafter, the taps and the records; keeps the books of what drafting does."""
 
@@ -101,7 +105,7 @@ class Speculator:
         record = pools.layout.record_floats(self.length_max + 1)
         self.records = mapped_floats(settings.max_batch_sequences, record) if self.length_max else None
         self._backlog: dict[LiveSequence, _Consumed] = {}
-        self._faults = 0  # in a row
+        self._faults: Counter[str] = Counter()  # in a row, of rows and of drafts
         self._draft_s = self._rows_s = 0.0
         self._ignored: Counter[str] = Counter()
 
@@ -151,11 +155,12 @@ class Speculator:
         ]
         assert self._taps is not None
         pieces = [self._taps[first:end] for entry in entries for first, end in entry.taps]
-        taps = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
         started = time.perf_counter()
-        failed = self._attempt(lambda: self.drafter.write_rows(segments, taps, self.pools.rows))
+        failed = self._attempt(lambda: self.drafter.write_rows(segments, joined(pieces), self.pools.rows))
         self._rows_s += time.perf_counter() - started
-        if failed is not None:
+        if failed is None:
+            self._faults["rows"] = 0
+        else:
             for entry in entries:
                 self._cold(entry.sequence, entry.start + len(entry.ids))
             self._fault("rows", failed)
@@ -192,8 +197,10 @@ class Speculator:
         if plan is None:
             return offers
         asked = [(s, length) for s, length in zip(sequences, plan.lengths, strict=True) if length > 0]
+        self.write_rows()  # first: where it fails the requests must know from where on rows are valid
+        if not self.on:
+            return []
         requests = [request_for(sequence, length) for sequence, length in asked]
-        self.write_rows()
         proposals, seconds = self._timed(asked, lambda: self._drafts(requests))
         if not self.on:
             return []
@@ -324,6 +331,7 @@ class Speculator:
             drafting, draws = drafting_of(sequence), draws_as(sequence)
             if not self._fit(sequence, length, proposal):
                 continue
+            self._faults["drafts"] = 0
             self.policy.had_idea(drafting.acceptance, idea=bool(proposal.tokens), draws=draws)
             if not proposal.tokens:
                 self._ignored["empty"] += 1
@@ -343,14 +351,14 @@ class Speculator:
         if wrong is not None:
             self._fault(wrong, InvariantError(f"a draft was refused: {wrong}"))
             return False
-        self._faults = 0
         return True
 
     def _fault(self, reason: str, error: Exception, count: int = 1) -> None:
         self._ignored[reason] += count
-        self._faults += 1
+        kind = "rows" if reason == "rows" else "drafts"
+        self._faults[kind] += 1
         log.debug("draft ignored", exc_info=error, extra={"reason": reason})
-        if self._faults >= FAULTS_MAX and self.on:
+        if self._faults[kind] >= FAULTS_MAX and self.on:
             self.on = False
             log.error("drafter switched off", exc_info=error, extra={"drafter": self.drafter.drafter_id})
             for entry in self._backlog.values():

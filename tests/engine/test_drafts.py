@@ -6,6 +6,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from drafted import LEN_MAX, MLA_FLOATS, KnowingDrafter, VerifyingToy, drafted_engine
@@ -190,6 +191,32 @@ def test_rows_that_could_not_be_written_are_cold_and_cost_no_answer():
     finish(engine)
     assert client.tokens == alone(prompt(100), GREEDY)
     assert client.end.draft_first == 100
+
+
+def test_a_draft_after_rows_that_failed_is_asked_for_from_where_rows_are():
+    told, asked = Told(), []
+    drafter = KnowingDrafter(told, skill=1.0)
+    draft = drafter.draft
+    drafter.draft = lambda requests, rows: asked.extend(requests) or draft(requests, rows)
+    engine = drafted_engine(drafter)
+    began(engine, told, prompt(20), GREEDY)
+    engine.turn()
+    del asked[:]
+    drafter.fail_rows = RuntimeError("injected")
+    while not asked:
+        engine.turn()
+    assert asked[0].first == asked[0].position
+
+
+def test_a_temperature_that_has_no_reciprocal_reaches_no_drafter():
+    told, asked = Told(), []
+    drafter = KnowingDrafter(told)
+    draft = drafter.draft
+    drafter.draft = lambda requests, rows: asked.extend(requests) or draft(requests, rows)
+    engine = drafted_engine(drafter)
+    began(engine, told, prompt(5), replace(GREEDY, temperature=1e-45))
+    finish(engine)
+    assert asked and all(np.isfinite(np.float32(1) / np.float32(request.temperature)) for request in asked)
 
 
 @pytest.mark.parametrize("max_tokens", [1, 2, 3])

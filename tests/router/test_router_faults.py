@@ -217,22 +217,6 @@ async def test_full_workers_are_waited_for_in_order():
 
 
 @in_loop
-async def test_one_token_does_not_wait_for_decodes_room():
-    async with cluster(room_retry_ms=5) as c:
-        decode = c.workers["decode-0"]
-        decode.room, decode.hold_after = 1, 2
-        asked = [asyncio.ensure_future(c.chat(f"number {n}")) for n in range(2)]
-        service = c.frontends.service
-        await spin(lambda: service.admission.waiting == 1)
-        status, answer = await c.post("/v1/completions", completion_request(max_tokens=1))
-        assert (status, answer["usage"]["completion_tokens"]) == (200, 1)
-        assert service.admission.waiting == 1
-        decode.go_on.set()
-        assert [status for status, _ in await asyncio.gather(*asked)] == [200] * 2
-        await c.idle()
-
-
-@in_loop
 async def test_room_refused_after_the_last_token_asks_for_no_more():
     """The decode side says that it is full when prefill's first token is here, and the turn was over with it."""
     async with cluster(room_retry_ms=5) as c:

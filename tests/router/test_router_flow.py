@@ -47,6 +47,22 @@ async def test_one_token_is_prefills_and_decode_hears_nothing_of_it():
         await c.idle()
 
 
+@in_loop
+async def test_one_token_does_not_wait_for_decodes_room():
+    async with cluster(room_retry_ms=5) as c:
+        decode = c.workers["decode-0"]
+        decode.room, decode.hold_after = 1, 2
+        asked = [asyncio.ensure_future(c.chat(f"number {n}")) for n in range(2)]
+        service = c.frontends.service
+        await spin(lambda: service.admission.waiting == 1)
+        status, answer = await c.post("/v1/completions", completion_request(max_tokens=1))
+        assert (status, answer["usage"]["completion_tokens"]) == (200, 1)
+        assert service.admission.waiting == 1
+        decode.go_on.set()
+        assert [status for status, _ in await asyncio.gather(*asked)] == [200] * 2
+        await c.idle()
+
+
 @pytest.mark.parametrize("tokens", [1, 4])
 @in_loop
 async def test_decode_may_end_before_prefill_says_that_it_has(tokens):
