@@ -75,7 +75,7 @@ class Local:
             served = load_draft_model(
                 drafter_dir, self.backend, kind="auto", threads=1, target_revision=weights_revision(model_dir)
             )
-            self.drafters |= {"drafter": served, "network": served._inner}  # as served, and without its own lookup
+            self.drafters |= {"drafter": served, "network": served.inner}  # as served, and without its own lookup
 
     def run(
         self,

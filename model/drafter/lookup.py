@@ -32,14 +32,14 @@ class LookupFirst:
     """A `DraftModel` around another: rows, taps and identity are the inner one's, and so is every other draft."""
 
     def __init__(self, inner: DraftModel) -> None:
-        self._inner = inner
+        self.inner = inner
         self.drafter_id = inner.drafter_id
         self.target_layers = inner.target_layers
         self.block_len = inner.block_len
         self.draft_width = inner.draft_width
 
     def write_rows(self, segments: Sequence[Segment], taps: torch.Tensor, rows: torch.Tensor) -> None:
-        self._inner.write_rows(segments, taps, rows)
+        self.inner.write_rows(segments, taps, rows)
 
     def draft(self, requests: Sequence[DraftRequest], rows: torch.Tensor) -> list[Proposal]:
         """A looked-up proposal is shorter than asked where the earlier text ends. Raises: as the inner drafter."""
@@ -54,7 +54,7 @@ class LookupFirst:
 
     def with_rows(self, requests: Sequence[DraftRequest], rows: torch.Tensor) -> list[Proposal]:
         """The inner drafter's. Raises: as it does."""
-        return self._inner.draft(requests, rows)
+        return self.inner.draft(requests, rows)
 
 
 def looked_up(request: DraftRequest) -> Proposal | None:

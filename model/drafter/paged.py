@@ -84,12 +84,14 @@ class TorchDraftModel:
         made = self._drafter.draft(
             request.anchor, request.position, context, request.length, choose, first=request.first
         )
-        if not made.logits.isfinite().all():
-            return NOTHING
         confidence = _own(made, request.temperature) if made.confidence is None else made.confidence
-        if not torch.tensor(confidence).isfinite().all():
+        fine = made.logits.isfinite().all(-1) & torch.tensor(confidence).isfinite()
+        # Cut at the first that is not, not dropped whole: that hangs on the tokens drawn before it alone.
+        good = int(fine.long().cumprod(0).sum())
+        if not good:
             return NOTHING
-        return Proposal(tokens=made.tokens, confidence=confidence, laws=torch.stack(laws).numpy() if laws else None)
+        kept = torch.stack(laws[:good]).numpy() if laws else None
+        return Proposal(tokens=made.tokens[:good], confidence=confidence[:good], laws=kept)
 
 
 def draw(law: torch.Tensor, uniform: float) -> int:

@@ -86,7 +86,9 @@ void Drafter::choose(const DraftPass& work, Request& request, int slot, float* l
         while (logits[request.token] != top.value) ++request.token;
         if (!config.confidence) confidence = 1.0f / soften(logits, n, top.value, 1.0f, logits);
     }
-    request.finite = request.finite && top.finite && std::isfinite(confidence);
+    // Cut here, not dropped whole: whether this slot is finite hangs on the tokens drawn before it, and to keep only
+    // drafts that stay finite would bend what is kept of them.
+    if (request.good == slot && top.finite && std::isfinite(confidence)) request.good = slot + 1;
     work.tokens[request.at + slot] = request.token;
 }
 
@@ -125,7 +127,7 @@ void Drafter::chain(const DraftPass& work) {
                        logits, true);
         pool.run(active, [&](int i, int) { choose(work, requests_[size_t(i)], slot, logits + int64_t(i) * c.vocab); });
     }
-    for (const Request& r : requests_) work.finite[r.index] = r.finite;
+    for (const Request& r : requests_) work.good[r.index] = r.good;
 }
 
 }  // namespace mr

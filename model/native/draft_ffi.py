@@ -54,7 +54,7 @@ class DraftPass(ctypes.Structure):
         ("tokens", c_void_p),
         ("confidence", c_void_p),
         ("laws", c_void_p),
-        ("finite", c_void_p),
+        ("good", c_void_p),
     )
 
 

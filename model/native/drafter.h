@@ -86,7 +86,7 @@ struct DraftPass {
     int32_t* tokens;    // [sum of lengths]
     float* confidence;  // [sum of lengths]
     float* laws;        // [sum of lengths where the temperature is above 0][vocab]
-    uint8_t* finite;    // per request
+    int32_t* good;      // per request: slots, from the first on, whose output is finite
 };
 
 class Drafter {
@@ -120,7 +120,7 @@ private:
         float temperature;
         float* law;
         int32_t token;  // the last one chosen
-        bool finite;
+        int32_t good;
     };
 
     void reserve(int rows);

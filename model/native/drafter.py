@@ -107,21 +107,21 @@ class NativeDraftModel:
         drawn = sum(r.length for r in requests if r.temperature > 0)
         tokens, confidence = array("i", bytes(4 * total)), array("f", bytes(4 * total))
         laws = np.empty((max(0, drawn), self._config.vocab), np.float32)
-        finite = array("B", bytes(len(requests)))
+        good = array("i", bytes(4 * len(requests)))
         work = DraftPass(
             len(requests), *(a.buffer_info()[0] for a in arrays), self._pool(rows), tokens.buffer_info()[0],
-            confidence.buffer_info()[0], laws.ctypes.data, finite.buffer_info()[0],
+            confidence.buffer_info()[0], laws.ctypes.data, good.buffer_info()[0],
         )  # fmt: skip
         with self._one_pass:
             self._must(self._lib.mr_draft_propose(self._handle, ctypes.byref(work), self.block_len))
         proposals, at, law = [], 0, 0
-        for request, good in zip(requests, finite, strict=True):
-            share = slice(at, at + request.length)
-            own = laws[law : law + request.length] if request.temperature > 0 else None
-            at, law = share.stop, law + (0 if own is None else request.length)
+        for request, count in zip(requests, good, strict=True):
+            share = slice(at, at + count)
+            own = laws[law : law + count] if request.temperature > 0 else None
+            at, law = at + request.length, law + (0 if own is None else request.length)
             proposals.append(
                 Proposal(tokens=tokens[share].tolist(), confidence=confidence[share].tolist(), laws=own)
-                if good
+                if count
                 else NOTHING
             )
         return proposals

@@ -141,3 +141,32 @@ def test_costs_follow_a_busier_machine_for_sizes_that_are_not_run():
     slower = costs.estimate(1, 4)
     assert slower is not None and slower > 2.4e-3  # a part of the surprise is everybody's
     assert Costs().estimate(1, 1) is None
+
+
+def policy_of(seconds_by_tokens: dict[int, float], sequences: int = 1) -> DraftPolicy:
+    policy = DraftPolicy(len_max=SLOTS)
+    for _ in range(50):
+        for tokens, seconds in seconds_by_tokens.items():
+            policy.ran(sequences=sequences, tokens=tokens, seconds=seconds)
+    return policy
+
+
+def test_drafts_that_are_there_are_verified_as_far_as_each_token_pays():
+    """Plain 1 ms, 0.4 ms for each token more: one that is kept every second time does not pay, nine of ten do."""
+    policy = policy_of({tokens: 1e-3 + 0.4e-3 * (tokens - 1) for tokens in range(1, SLOTS + 2)})
+    assert policy.worth(1, [[0.9, 0.8, 0.7, 0.1, 0.01]]) == [3]
+    assert policy.worth(1, [[0.3, 0.2]]) == [0]
+    assert DraftPolicy(len_max=SLOTS, adaptive=False).worth(1, [[0.3, 0.2]]) == [2]
+    assert DraftPolicy(len_max=SLOTS).worth(1, [[0.9]]) == [0]  # plain steps come first
+
+
+def test_of_several_drafts_the_likelier_tokens_are_verified():
+    policy = policy_of({tokens: 4e-3 + 0.3e-3 * (tokens - 8) for tokens in range(8, 8 + 2 * SLOTS)}, sequences=8)
+    assert policy.worth(8, [[0.95, 0.9], [0.4, 0.1]]) == [2, 0]
+
+
+@pytest.mark.parametrize(("per_token", "reads"), [(0.2e-3, True), (2e-3, False)])
+def test_the_text_is_read_only_where_that_could_pay(per_token, reads):
+    policy = policy_of({tokens: 1e-3 + per_token * (tokens - 1) for tokens in range(1, SLOTS + 2)})
+    assert policy.reads(1, drawn=False) is reads
+    assert DraftPolicy(len_max=SLOTS).reads(1, drawn=False) is False
