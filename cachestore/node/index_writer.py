@@ -163,6 +163,7 @@ class IndexWriter:
         except FAILURES:
             self._reached(False)
             raise
+        raise_if_cancelled()  # or who waits for the end of a task that came through here would wait for ever
         self._reached(True)
         return answer
 

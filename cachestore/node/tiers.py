@@ -333,8 +333,10 @@ class DiskTier:
                 raise failed[0]
 
         def done(job: asyncio.Future[None]) -> None:
+            if job.cancelled():  # the node is closing: they are still there, and its next life finds them
+                return
             self._core.deleted(sum(nbytes for _, nbytes in taken))
-            if not job.cancelled() and (error := job.exception()) is not None:
+            if (error := job.exception()) is not None:
                 self._failed("files not deleted", error)
 
         job = asyncio.get_running_loop().run_in_executor(self._writer, delete)

@@ -67,6 +67,32 @@ def test_single_fields_that_go_missing_never_give_a_wrong_answer(valkey: LocalVa
     asyncio.run(run())
 
 
+def test_a_cancellation_that_the_redis_client_swallows_still_ends_who_waited(valkey: LocalValkey) -> None:
+    """As the client does before Python 3.12 where its send ends in the moment of the cancellation."""
+
+    async def run() -> None:
+        async with local_world(valkey.url) as world:
+            mine, index = prompt(secrets.token_bytes(16), (5, 2)), world.node.intake.index
+            await world.worker.publish(world.member, mine, range(2), (2,))
+            asked, renew = asyncio.Event(), index._index.renew
+
+            async def swallowing(*args):
+                asked.set()
+                try:
+                    await asyncio.sleep(30)
+                except asyncio.CancelledError:
+                    return await renew(*args)
+
+            index._index.renew = swallowing
+            task = asyncio.ensure_future(index.renew())
+            await asked.wait()
+            task.cancel()
+            await asyncio.wait([task], timeout=10)
+            assert task.cancelled()
+
+    asyncio.run(run())
+
+
 def test_an_index_that_claims_too_much_is_corrected_by_the_node(valkey: LocalValkey) -> None:
     """An entry that says its run begins earlier than it does: the lease does not cover it, and the index hears so."""
 
