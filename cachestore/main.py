@@ -32,6 +32,7 @@ from cachestore.settings import CacheSettings
 from cachestore.spans import ARENA_POOL
 from cachestore.transports import TransportSet
 from cachestore.transports.warm import keep_warm
+from moonrelay import rpc, scrape
 from moonrelay.errors import ServeError, SettingsError
 from moonrelay.log import configure
 from moonrelay.membership import Load, Member, Membership
@@ -58,6 +59,7 @@ def main(argv: Sequence[str]) -> int:
     settings = load(CacheSettings, argv, prog="moonrelay cachestore")
     configure("cachestore", settings.log_level)
     print(f"cachestore settings: {json.dumps(redacted(settings))}", flush=True)
+    rpc.prepare()
     try:
         uvloop.run(_serve(settings))
     except ServeError as error:
@@ -144,7 +146,7 @@ class Node:
         address = self._bind(edge)
         lines = LineServer(edge)
         line_address = f"{settings.advertise_host or host}:{await lines.start(host)}"
-        metrics_address = self.metrics.serve(settings.metrics_listen)
+        metrics_address = scrape.serve(self.metrics.registry, settings.metrics_listen)
         await self._server.start()
         try:
             await self.membership.join(self._member(epoch, address, line_address, transports))

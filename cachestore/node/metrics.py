@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Final
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from cachestore.node.books import NodeStats
 from cachestore.node.files import ScanCounts
-from moonrelay.errors import SettingsError
 
 SECONDS: Final = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5)
 OUTCOMES: Final = ("stored", "already_there", "in_progress", "refused")
@@ -62,15 +61,6 @@ class NodeMetrics:
     def watch(self, stats: Callable[[], NodeStats]) -> None:
         """Show the core's books at every scrape."""
         self.registry.register(_Books(stats))
-
-    def serve(self, listen: str) -> str:
-        """Serve /metrics; returns the address. Raises: SettingsError when the port is taken."""
-        host, _, port = listen.rpartition(":")
-        try:
-            server, _ = start_http_server(int(port), addr=host, registry=self.registry)
-        except (OSError, ValueError) as error:
-            raise SettingsError(f"metrics_listen: expected a free HOST:PORT, found {listen}: {error}") from None
-        return f"{host}:{server.server_port}"
 
     def watch_disk(self, disk: Callable[[], tuple[str, ScanCounts]]) -> None:
         """Show the disk tier's state and what its start found."""

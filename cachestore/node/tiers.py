@@ -11,7 +11,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Literal, TypeVar
@@ -98,7 +98,7 @@ class DiskTier:
             return
         await self._recover(self._files)
         self.state = "ready"
-        logger.info("disk tier ready", extra=_fields(self._counts))
+        logger.info("disk tier ready", extra=asdict(self._counts))
         while True:
             await self._wake.wait()
             self._wake.clear()
@@ -394,9 +394,3 @@ class DiskTier:
 def _next_batch(found: Iterator[Found]) -> list[Found]:
     """Parents first: files written within one tick of the file system's clock have no order of their own."""
     return sorted(islice(found, SCAN_BATCH), key=lambda item: (item.header.depth, item.header.kind == "snapshot"))
-
-
-def _fields(counts: ScanCounts) -> dict[str, int]:
-    return {
-        "kept": counts.kept, "refused": counts.refused, "unfinished": counts.unfinished, "foreign": counts.foreign,
-    }  # fmt: skip

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Final, Literal
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, start_http_server
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from engine.api import EngineStats
 from engine.observer import SequenceReport, StepReport
 from engine.worker.drafting import DraftMetrics
-from moonrelay.errors import SettingsError
 from moonrelay.stubs.v1 import common_pb2
 
 Source = Literal["prefill", "decode"]
@@ -145,15 +144,6 @@ class WorkerMetrics:
     def watch(self, stats: Callable[[], EngineStats], extra_waiting: Callable[[], int], block_tokens: int) -> None:
         """Read the engine's budgets whenever somebody scrapes."""
         self.registry.register(_Budgets(self.source, self._model, stats, extra_waiting, block_tokens))
-
-    def serve(self, listen: str) -> str:
-        """Answer scrapes in a thread of their own; returns the address bound. Raises: SettingsError."""
-        host, _, port = listen.rpartition(":")
-        try:
-            server, _ = start_http_server(int(port), addr=host, registry=self.registry)
-        except (OSError, ValueError) as error:
-            raise SettingsError(f"metrics_listen: expected a free HOST:PORT, found {listen}: {error}") from None
-        return f"{host}:{server.server_port}"
 
 
 class _Budgets(Collector):

@@ -29,7 +29,7 @@ from engine.worker.prompt import PromptRunner, Spawn
 from engine.worker.service import Gate, Server
 from engine.worker.settings import WorkerSettings
 from model.errors import BackendUnavailable, ModelError
-from moonrelay import rpc
+from moonrelay import rpc, scrape
 from moonrelay.errors import SettingsError, Unavailable
 from moonrelay.ids import Role
 from moonrelay.log import configure
@@ -234,7 +234,7 @@ class Process:
         worker.spawn(service.run())
         watching = worker.spawn(self._watch(worker, service))
         await server.ready()
-        self._announce(worker, worker.metrics.serve(self.settings.metrics_listen))
+        self._announce(worker, scrape.serve(worker.metrics.registry, self.settings.metrics_listen))
         await self._stop.wait()
         await self._drain(worker, server, service)
         watching.cancel()  # it writes to a membership that ends now

@@ -175,6 +175,7 @@ class Matrix:
     async def _metrics(self, role: str) -> dict[str, float]:
         urls = {**self._cluster.ready["metrics"], "router-0": f"{self._cluster.urls[0]}/metrics"}
         async with self._session.get(urls[role], timeout=aiohttp.ClientTimeout(total=1.0)) as answer:
+            assert answer.status == 200, f"{role} could not count itself: {answer.status}"
             lines = [line.rpartition(" ") for line in (await answer.text()).splitlines() if not line.startswith("#")]
         return {name: float(value) for name, _, value in lines}
 
