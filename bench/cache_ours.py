@@ -84,6 +84,7 @@ class Ours:
         self._beats.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await self._beats
+        self.index.close()
         await self.client.close()
         await self.transports.close()
         await self._redis.aclose()

@@ -20,6 +20,7 @@ from typing import Any
 import msgspec
 from redis.asyncio import Redis
 
+from cachestore.index_line import ScriptLine
 from cachestore.index_memory import KEY_TTL_S, TRACE_MAX, TRACE_TTL_S
 from cachestore.index_scripts import FORGET, MATCH, REMOVE, RENEW, WRITE
 from cachestore.lookup import (
@@ -58,7 +59,10 @@ class StoredEntry(msgspec.Struct, frozen=True, kw_only=True, array_like=True, ta
 
 
 class CacheIndex:
-    """Lookups for routers, writes for owners. Redis's errors pass through: `moonrelay.valkey.FAILURES`."""
+    """Lookups for routers, writes for owners. Redis's errors pass through: `moonrelay.valkey.FAILURES`.
+
+    Lookups have a connection of their own: `close` it before the loop ends.
+    """
 
     def __init__(
         self, redis: Redis, block_tokens: int = 1, *, trace_ttl_s: int = TRACE_TTL_S, trace_max: int = TRACE_MAX
@@ -66,10 +70,14 @@ class CacheIndex:
         self._redis = redis
         self._block_tokens = block_tokens
         self._trace_ttl_ms, self._trace_max = 1000 * trace_ttl_s, trace_max
-        self._match, self._write, self._remove, self._renew, self._forget = (
-            redis.register_script(text) for text in (MATCH, WRITE, REMOVE, RENEW, FORGET)
+        self._match = ScriptLine(redis, MATCH)
+        self._write, self._remove, self._renew, self._forget = (
+            redis.register_script(text) for text in (WRITE, REMOVE, RENEW, FORGET)
         )
         self._tenants: dict[bytes, tuple[bytes, float]] = {}
+
+    def close(self) -> None:
+        self._match.close()
 
     async def match(
         self, root: bytes, hashes: Sequence[bytes], prompt_tokens: int, nodes: Sequence[Life], *,
@@ -90,7 +98,7 @@ class CacheIndex:
         prefix = _prefix(root)
         args: list[Any] = [prefix, b"".join(usable), len(nodes), ALTERNATIVES_MAX + 1, ALTERNATIVES_BLOCKS]
         args += [RUNS_MAX, PIECES_MAX, *(life_name(life) for life in lives)]
-        found = _found(await self._match(keys=[prefix + "nodes"], args=args))
+        found = _found(await self._match.call(prefix + "nodes", *args))
         empty: MissReason = "cold"
         if tenant is not None and found.empty:
             empty = await self._why_empty(root, tenant)

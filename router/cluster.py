@@ -129,6 +129,10 @@ class ClusterIndex:
         self._indexes: dict[int, CacheIndex] = {}
         self._random = random.Random()
 
+    def close(self) -> None:
+        for index in self._indexes.values():
+            index.close()
+
     async def match(
         self, root: bytes, hashes: Sequence[PrefixHash], fingerprint: Fingerprint, tenant: str, prompt_tokens: int
     ) -> Match:

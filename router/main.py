@@ -106,6 +106,7 @@ async def run(settings: RouterSettings, model: ServedModel) -> int:
         await frontends.drain(0 if broken else settings.drain_ms / 1e3)
         await membership.leave()
         beating.cancel()
+    index.close()
     await redis.aclose()
     return 1 if broken else 0
 

@@ -87,6 +87,10 @@ class Worker:
         self.client = CacheClient(transports, nodes)
         self.index = CacheIndex(redis, BLOCK_TOKENS)
 
+    async def close(self) -> None:
+        self.index.close()
+        await self.client.close()
+
     def write(self, what: Prompt, blocks: range, snapshots: tuple[int, ...] = ()) -> list[Offer]:
         """Compute them (rows at their index, the state in its slot) and offer them."""
         offers = []
@@ -263,7 +267,7 @@ async def local_world(
     try:
         yield LocalWorld(fabric, node, member, worker)
     finally:
-        await worker.client.close()
+        await worker.close()
         await node.close()
         await redis.aclose()
 
@@ -326,7 +330,7 @@ async def worker_in(url: str, cluster: str, transport: str) -> AsyncIterator[tup
         task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await task
-        await worker.client.close()
+        await worker.close()
         await worker.transports.close()
         await redis.aclose()
 

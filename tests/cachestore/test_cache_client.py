@@ -91,7 +91,7 @@ async def two_nodes(url: str, blocks: int = 8) -> AsyncIterator[Two]:
     try:
         yield Two(fabric, nodes, members, worker, prompt(secrets.token_bytes(16), (5, blocks)))
     finally:
-        await worker.client.close()
+        await worker.close()
         for node in nodes.values():
             await node.close()
         await redis.aclose()

@@ -63,9 +63,11 @@ class Both:
 def with_both(url: str, test: Callable[[Both], Awaitable[None]], **sizes: int) -> None:
     async def run() -> None:
         redis = connect(url)
+        both = Both(redis, **sizes)
         try:
-            await test(Both(redis, **sizes))
+            await test(both)
         finally:
+            both.index.close()
             await redis.aclose()
 
     asyncio.run(run())

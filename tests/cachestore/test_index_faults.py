@@ -121,6 +121,7 @@ def test_an_entry_that_cannot_be_read_is_an_error_of_redis_and_not_a_hit(valkey:
         await redis.hset(f"mr:{{{root.hex()}}}:block:n:1", chain("a")[0], b"\xc1 of another version")
         with pytest.raises(ResponseError):
             await index.match(root, chain("a"), 640, [node])
+        index.close()
         await redis.aclose()
 
     asyncio.run(run())
@@ -193,6 +194,7 @@ def test_what_a_worker_keeps_is_told_late_but_never_overclaimed(tmp_path) -> Non
         running.cancel()
         with pytest.raises(asyncio.CancelledError):
             await running
+        index.close()
         await redis.aclose()
 
     try:

@@ -50,7 +50,7 @@ async def pair(url: str, dram_bytes: int = 4 << 20, disk: Path | None = None) ->
     try:
         yield Pair(fabric, nodes, list(listed.all), listed, worker)
     finally:
-        await worker.client.close()
+        await worker.close()
         for node in nodes:
             await node.close()
         await redis.aclose()

@@ -59,7 +59,7 @@ def test_whatever_happens_what_is_fetched_is_right(valkey: LocalValkey, tmp_path
             await until(lambda: not world.node.disk._promoting)
             world.node.core.expire(int(time.monotonic() * 1000))
             world.node.core.check()
-            await other.client.close()
+            await other.close()
             await redis.aclose()
             return sum(hits)
 

@@ -218,6 +218,7 @@ async def test_the_index_answers_and_its_loss_is_a_miss(redis_url):
         assert other.lost == (("salt", 256), ("remainder", 44)) and other.kept == {}
         lost = await ClusterIndex(dead, watching, 1.0).match(root, hashes, print_, "", 300)
         assert (lost.tokens, lost.hit, lost.lost) == (0, None, (("tier_error", 300),))
+        index.close()
         await dead.aclose()
     await redis.aclose()
 

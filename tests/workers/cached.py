@@ -66,6 +66,7 @@ class CacheNode:
 
     async def close(self) -> None:
         await self.server.stop(None)
+        self.index.close()
         await self.redis.aclose()
         assert not self.bugs
 
