@@ -148,7 +148,8 @@ MR_API void mr_destroy(Model* model) { delete model; }
 MR_API int mr_pack(Model* m, int32_t layer, int32_t slot, const Source* parts, int32_t num_parts, int32_t join) {
     return guarded([&] {
         Layer& l = layer < 0 ? m->globals : m->layers.at(size_t(layer));
-        l.matrices[slot].push_back(pack(m->arena, parts, num_parts, Join(join)));
+        const bool routed = slot == int(MatrixSlot::kExpertIn) || slot == int(MatrixSlot::kExpertOut);
+        l.matrices[slot].push_back(pack(m->arena, parts, num_parts, Join(join), routed && m->widens_experts()));
     });
 }
 
@@ -178,6 +179,9 @@ MR_API int mr_taps(Model* m, const int32_t* layers, int32_t n) {
         m->taps.assign(layers, layers + n);
     });
 }
+
+// Before packing: MXFP4 experts that all together take no more than this as bf16 are widened once.
+MR_API void mr_widen_up_to(Model* m, double bytes) { m->widen_bytes = bytes; }
 
 // Tiles of fewer multiply-adds than this stay on one thread.
 MR_API void mr_share_from(Model* m, double macs) { m->share_macs = macs; }

@@ -46,7 +46,7 @@ class BatchError(InvariantError):
 def library() -> ctypes.CDLL:
     """Build if needed, load and check, once per process. Raises BackendUnavailable."""
     lib = load(build())
-    found = selfcheck.digest(NativeBackend(selfcheck.CONFIG, selfcheck.PatternWeights(), lib=lib))
+    found = selfcheck.digest(NativeBackend(selfcheck.CONFIG, selfcheck.PatternWeights(), lib=lib, widen_bytes=0))
     if found != selfcheck.DIGEST:
         isa = lib.mr_isa().decode()
         raise BackendUnavailable(f"the {isa} library computes {found} where {selfcheck.DIGEST} is right")
@@ -65,7 +65,13 @@ class NativeBackend:
     share_from_macs: float | None = None  # None: `kWorthSharing` in pool.h; 0 also shares out what is small
 
     def __init__(
-        self, config: ModelConfig, weights: WeightSource, threads: int = 1, *, lib: ctypes.CDLL | None = None
+        self,
+        config: ModelConfig,
+        weights: WeightSource,
+        threads: int = 1,
+        *,
+        lib: ctypes.CDLL | None = None,
+        widen_bytes: float | None = None,
     ) -> None:
         self.config = config
         self.draft_width = 0
@@ -81,6 +87,8 @@ class NativeBackend:
         self._handle = self._lib.mr_create(ctypes.byref(network_shape(config)), kinds, threads)
         if not self._handle:
             raise BackendUnavailable(self._lib.mr_error().decode())
+        if widen_bytes is not None:  # up to which MXFP4 experts are kept as bf16; None: `kWidenBytes` in network.h
+            self._lib.mr_widen_up_to(self._handle, widen_bytes)
         self.embedding = Loader(self._lib, self._handle, config, weights).load()
         if self.share_from_macs is not None:
             self._lib.mr_share_from(self._handle, self.share_from_macs)

@@ -18,7 +18,10 @@ uint16_t mx_value_bf16(const Source& s, int64_t r, int64_t c) {
     const int code = c % 2 ? byte >> 4 : byte & 15;
     const int e = s.scale[r * (s.cols / kMxGroup) + c / kMxGroup];
     if (e == 255) return 0x7FC0;
-    const float value = std::ldexp(bf16_to_float(mx_bf16(code)), e - 127);
+    const uint16_t one = mx_bf16(code);
+    const int exponent = (one >> 7 & 255) + e - 127;
+    if (code & 7 && exponent > 0 && exponent < 255) return uint16_t(one + (e - 127) * 128);
+    const float value = std::ldexp(bf16_to_float(one), e - 127);
     uint32_t bits;
     std::memcpy(&bits, &value, 4);
     return uint16_t(bits >> 16);
@@ -127,9 +130,10 @@ uint8_t* Arena::take(size_t bytes) {
     return at;
 }
 
-Matrix pack(Arena& arena, const Source* parts, int num_parts, Join join) {
+Matrix pack(Arena& arena, const Source* parts, int num_parts, Join join, bool widen) {
     Matrix m;
     m.kind = joint_kind(parts, num_parts, join);
+    if (widen && m.kind == Kind::kMx) m.kind = Kind::kBf16;
     m.glu = join == Join::kGlu;
     m.n = parts[0].rows, m.k = parts[0].cols;
     for (int i = 1; i < num_parts; ++i) {

@@ -64,8 +64,8 @@ struct Matrix {
 
 // Join the parts along outputs, along inputs, or as gate and up. Kinds that differ are widened to f32, which is
 // exact. MX parts stay MX unless joined along inputs or holding an exponent of 0 or 255, which the fast decoder
-// cannot express; then they are widened to bf16, exactly.
-Matrix pack(Arena& arena, const Source* parts, int num_parts, Join join);
+// cannot express; then, and where `widen` asks for it, they are widened to bf16, exactly.
+Matrix pack(Arena& arena, const Source* parts, int num_parts, Join join, bool widen = false);
 
 // Element (output row, column) of a packed matrix, as the kernels see it; for tests. A GLU matrix has gate rows
 // first, then up rows.

@@ -242,6 +242,14 @@ void expect(const Layer& l, int layer, VectorSlot slot, int n) {
 
 }  // namespace
 
+bool Model::widens_experts() const {
+    const Config& c = config;
+    double values = 0;
+    for (const Layer& l : layers)
+        if (!l.dense) values += 3.0 * c.experts * c.expert_inter * c.expert_size();
+    return 2 * values <= widen_bytes;
+}
+
 void Model::check() {
     const Config& c = config;
     row_macs_ = 0;
