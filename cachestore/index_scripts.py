@@ -24,9 +24,18 @@ local function last(low, high, holds)  -- the deepest i in [low, high) for which
   return low
 end
 
+local read = {}  -- by life, then block: what was read once
 local function entry(name, i)
-  local packed = redis.call('HGET', prefix .. 'block:' .. name, hash(i))
-  return packed and cmsgpack.unpack(packed)
+  local known = read[name]
+  if not known then
+    known = {}
+    read[name] = known
+  end
+  if known[i] == nil then
+    local packed = redis.call('HGET', prefix .. 'block:' .. name, hash(i))
+    known[i] = packed and cmsgpack.unpack(packed)
+  end
+  return known[i]
 end
 
 local function traced(i, letter)
@@ -46,8 +55,8 @@ local function reach(name, at, top)  -- the end of the run that this life has fr
   return last(at, top, holds) + 1
 end
 
-local function scan(key, high, low, take)  -- fields of blocks [low, high), the deepest first, until `take` says so
-  local step = 64
+-- Fields of blocks [low, high), the deepest first and `step` of them at once to begin with, until `take` says so.
+local function scan(key, high, low, step, take)
   while high > low do
     local from = math.max(low, high - step)
     local names = {}
@@ -56,7 +65,7 @@ local function scan(key, high, low, take)  -- fields of blocks [low, high), the 
     for i = #names, 1, -1 do
       if got[i] and take(from + i, got[i]) then return end
     end
-    high, step = from, 256
+    high, step = from, math.min(256, 4 * step)
   end
 end
 """
@@ -159,16 +168,16 @@ local function consider(cut, packed)
   end
   return #hits > 0
 end
-scan(prefix .. 'cuts', seen, 0, consider)
+scan(prefix .. 'cuts', seen, 0, 4, consider)  -- most prompts have one at their end
 local best, gone_cut = hits[1] and hits[1][1] or 0, 0
-scan(prefix .. 'cuts', best - 1, math.max(0, best - window), function(cut, packed)
+scan(prefix .. 'cuts', best - 1, math.max(0, best - window), window, function(cut, packed)
   consider(cut, packed)
   return #hits >= hits_max
 end)
 
 if best < depth then
   for g = 0, 1 do
-    scan(prefix .. 'was:' .. g, depth, math.max(best, gone_cut), function(cut, letters)
+    scan(prefix .. 'was:' .. g, depth, math.max(best, gone_cut), 64, function(cut, letters)
       local there = string.find(letters, 's', 1, true)
       if there then gone_cut = cut end
       return there

@@ -14,12 +14,13 @@ import asyncio
 import itertools
 import struct
 import time
+from collections.abc import Callable
 from typing import Any, Final, NoReturn, TypeVar, cast
 
 import grpc
 from google.protobuf.message import DecodeError, Message
 
-from moonrelay.errors import SettingsError
+from moonrelay.errors import ServeError, SettingsError
 from moonrelay.stubs.v1 import cache_pb2
 
 HEADER: Final = struct.Struct("<HHIII")
@@ -35,6 +36,7 @@ METHODS: Final[tuple[tuple[str, type[Message], type[Message]], ...]] = (
     ("Release", cache_pb2.ReleaseRequest, cache_pb2.ReleaseReply),
 )
 NUMBER: Final = {name: number for number, (name, _, _) in enumerate(METHODS)}
+OK: Final[int] = grpc.StatusCode.OK.value[0]
 STATUS: Final = {code.value[0]: code for code in grpc.StatusCode}
 R = TypeVar("R", bound=Message)
 
@@ -45,25 +47,32 @@ class _Frames(asyncio.Protocol):
     def __init__(self, bytes_max: int) -> None:
         self._bytes_max = bytes_max
         self._waiting = bytearray()
+        self._frame_bytes = 0  # of the one that is waiting, once its header is there
         self._transport: asyncio.Transport | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast("asyncio.Transport", transport)  # uvloop's are none by descent
 
     def data_received(self, data: bytes) -> None:
-        self._waiting += data
-        at = 0
-        while len(self._waiting) - at >= HEADER.size:
-            magic, word, call_id, timeout_ms, length = HEADER.unpack_from(self._waiting, at)
+        if self._waiting:
+            self._waiting += data
+            if len(self._waiting) < self._frame_bytes:
+                return
+            data = bytes(self._waiting)
+            self._waiting.clear()
+        at, self._frame_bytes = 0, 0
+        while len(data) - at >= HEADER.size:
+            magic, word, call_id, timeout_ms, length = HEADER.unpack_from(data, at)
             if magic != MAGIC or length > self._bytes_max:
                 self.hang_up()
                 return
             end = at + HEADER.size + length
-            if len(self._waiting) < end:
+            if len(data) < end:
+                self._frame_bytes = end - at
                 break
-            self.frame(word, call_id, timeout_ms, bytes(self._waiting[at + HEADER.size : end]))
+            self.frame(word, call_id, timeout_ms, data[at + HEADER.size : end])
             at = end
-        del self._waiting[:at]
+        self._waiting += data[at:]
 
     def send(self, word: int, call_id: int, timeout_ms: int, body: bytes) -> None:
         if self._transport is not None and not self._transport.is_closing():
@@ -106,11 +115,16 @@ class _Context:
 
 
 class LineServer:
-    """Serves a `CacheNodeServicer`'s lease calls beside gRPC: listening from `start`, answering while `run` runs."""
+    """Serves a `CacheNodeServicer`'s lease calls beside gRPC: listening from `start`, answering while `run` runs.
 
-    def __init__(self, servicer: Any) -> None:
-        self.servicer = servicer
+    `at_once`, where there is one, is asked first, with a method's name and request: its reply needs no task and no
+    turn of the loop. None, or a fault, means that the method has to be asked.
+    """
+
+    def __init__(self, servicer: Any, at_once: Callable[[str, Any], Message | None] | None = None) -> None:
+        self.servicer, self.at_once = servicer, at_once
         self.group: asyncio.TaskGroup | None = None
+        self.bug: asyncio.Future[None] | None = None  # done by what `at_once` must never raise
         self.open: set[_ServerLine] = set()
         self._server: asyncio.Server | None = None
 
@@ -124,9 +138,10 @@ class LineServer:
 
     async def run(self) -> None:
         """Until cancelled; a servicer's bug ends it."""
+        self.bug = asyncio.get_running_loop().create_future()
         try:
             async with asyncio.TaskGroup() as self.group:
-                await asyncio.Event().wait()
+                await self.bug
         finally:
             self.group = None
 
@@ -170,23 +185,40 @@ class _ServerLine(_Frames):
         elif len(self._calls) >= CALLS_MAX:
             self._refuse(call_id, grpc.StatusCode.RESOURCE_EXHAUSTED, f"{CALLS_MAX} calls are in progress")
         else:
-            call = self._owner.group.create_task(self._answer(word, call_id, timeout_ms, body))
+            name, request_type, _ = METHODS[word]
+            try:
+                request = request_type.FromString(body)
+            except DecodeError:
+                self._refuse(call_id, grpc.StatusCode.INVALID_ARGUMENT, f"not a {request_type.DESCRIPTOR.name}")
+                return
+            reply = self._at_once(name, request)
+            if reply is not None:
+                self.send(OK, call_id, 0, reply.SerializeToString())
+                return
+            call = self._owner.group.create_task(self._answer(name, call_id, timeout_ms, request))
             self._calls.add(call)
             call.add_done_callback(self._calls.discard)
 
-    async def _answer(self, word: int, call_id: int, timeout_ms: int, body: bytes) -> None:
-        name, request_type, _ = METHODS[word]
+    def _at_once(self, name: str, request: Message) -> Message | None:
+        try:
+            return self._owner.at_once(name, request) if self._owner.at_once is not None else None
+        except ServeError:
+            return None
+        except BaseException as bug:
+            if self._owner.bug is not None and not self._owner.bug.done():
+                self._owner.bug.set_exception(bug)
+            raise
+
+    async def _answer(self, name: str, call_id: int, timeout_ms: int, request: Message) -> None:
         try:
             async with asyncio.timeout(timeout_ms / 1000):
-                reply = await getattr(self._owner.servicer, name)(request_type.FromString(body), _Context(timeout_ms))
-        except DecodeError:
-            self._refuse(call_id, grpc.StatusCode.INVALID_ARGUMENT, f"not a {request_type.DESCRIPTOR.name}")
+                reply = await getattr(self._owner.servicer, name)(request, _Context(timeout_ms))
         except _Aborted as aborted:
             self._refuse(call_id, aborted.code, str(aborted))
         except TimeoutError:
             self._refuse(call_id, grpc.StatusCode.DEADLINE_EXCEEDED, "the call's deadline passed")
         else:
-            self.send(grpc.StatusCode.OK.value[0], call_id, 0, reply.SerializeToString())
+            self.send(OK, call_id, 0, reply.SerializeToString())
 
     def _refuse(self, call_id: int, code: grpc.StatusCode, details: str) -> None:
         self.send(code.value[0], call_id, 0, details.encode())
@@ -202,6 +234,19 @@ class _ClientLine(_Frames):
         self.open = True
         self.heard_s = 0.0
 
+    async def ask(self, call_id: int, method: int, body: bytes, timeout_s: float) -> tuple[int, bytes]:
+        """The reply's status and body. Raises: TimeoutError."""
+        loop = asyncio.get_running_loop()
+        waiter: asyncio.Future[tuple[int, bytes]] = loop.create_future()
+        self.waiting[call_id] = waiter
+        timer = loop.call_later(timeout_s, _expire, waiter)
+        try:
+            self.send(method, call_id, max(1, int(timeout_s * 1000)), body)
+            return await waiter
+        finally:
+            timer.cancel()
+            self.waiting.pop(call_id, None)
+
     def frame(self, word: int, call_id: int, timeout_ms: int, body: bytes) -> None:
         self.heard_s = time.monotonic()
         waiter = self.waiting.pop(call_id, None)  # None: whoever asked has stopped waiting
@@ -214,6 +259,11 @@ class _ClientLine(_Frames):
             if not waiter.done():
                 waiter.set_result((grpc.StatusCode.UNAVAILABLE.value[0], b"the connection ended"))
         self.waiting.clear()
+
+
+def _expire(waiter: asyncio.Future[Any]) -> None:
+    if not waiter.done():
+        waiter.set_exception(TimeoutError())
 
 
 class LineClient:
@@ -229,16 +279,20 @@ class LineClient:
         """Raises: grpc.aio.AioRpcError, with the status and words that the same call over gRPC would have."""
         began_s = time.monotonic()
         try:
-            async with asyncio.timeout(timeout_s):
-                status, body = await self._exchange(NUMBER[name], request.SerializeToString(), timeout_s)
+            line = self._line if self._line is not None and self._line.open else await self._connect(timeout_s)
+            status, body = await line.ask(
+                next(self._ids) & 0xFFFF_FFFF,
+                NUMBER[name],
+                request.SerializeToString(),
+                timeout_s - (time.monotonic() - began_s),
+            )
         except TimeoutError:
             self._doubt(began_s)
             raise _error(grpc.StatusCode.DEADLINE_EXCEEDED, "the call's deadline passed") from None
         except OSError as error:
             raise _error(grpc.StatusCode.UNAVAILABLE, f"{self._address}: {error}") from None
-        code = STATUS.get(status, grpc.StatusCode.UNKNOWN)
-        if code is not grpc.StatusCode.OK:
-            raise _error(code, body.decode(errors="replace"))
+        if status != OK:
+            raise _error(STATUS.get(status, grpc.StatusCode.UNKNOWN), body.decode(errors="replace"))
         reply: R = reply_type()
         try:
             reply.ParseFromString(body)
@@ -263,19 +317,8 @@ class LineClient:
             line.open = False  # at once: the next call makes a new one
             line.hang_up()
 
-    async def _exchange(self, method: int, body: bytes, timeout_s: float) -> tuple[int, bytes]:
-        line = self._line if self._line is not None and self._line.open else await self._connect()
-        call_id = next(self._ids) & 0xFFFF_FFFF
-        waiter: asyncio.Future[tuple[int, bytes]] = asyncio.get_running_loop().create_future()
-        line.waiting[call_id] = waiter
-        try:
-            line.send(method, call_id, max(1, int(timeout_s * 1000)), body)
-            return await waiter
-        finally:
-            line.waiting.pop(call_id, None)
-
-    async def _connect(self) -> _ClientLine:
-        async with self._connecting:
+    async def _connect(self, timeout_s: float) -> _ClientLine:
+        async with asyncio.timeout(timeout_s), self._connecting:
             if self._line is None or not self._line.open:
                 host, _, port = self._address.rpartition(":")
                 async with asyncio.timeout(CONNECT_TIMEOUT_S):

@@ -8,39 +8,56 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from cachestore.entries import Key
 from cachestore.node.books import Region, Stored
 from cachestore.node.states import VISIBLE, State
 from cachestore.spans import pack_entry
 
-KEPT_ENTRIES_MAX = 1 << 18  # of all kept chains together; about 120 bytes each
+KEPT_ENTRIES_MAX = 1 << 18  # of all kept chains together; about 150 bytes each
 
 
 class Books(Protocol):
-    """The node's core, as far as it is looked at."""
+    """The node's core, as far as it is looked at. `moves` changes when an entry leaves or goes elsewhere."""
+
+    @property
+    def moves(self) -> int: ...
 
     def entry(self, key: Key) -> Stored | None: ...
+
+
+class Found(NamedTuple):
+    """Entries with each one's packed spans, nothing packed of one that is on disk only; `spans`: all of them packed,
+    nothing where one is on disk only. Not to be changed."""
+
+    entries: list[Stored]
+    packed: list[bytes]
+    spans: bytes
 
 
 @dataclass(slots=True)
 class _Chain:
     """Every entry from where the node's unbroken run begins to one block, shallowest first."""
 
-    entries: list[Stored]
-    regions: list[tuple[Region, ...]]  # when `packed` was made
-    packed: list[bytes]
+    found: Found
+    regions: list[tuple[Region, ...]]  # when they were packed
     states: list[State]  # when it was last looked at
+    moves: int  # of the books, then
 
-    def holds(self) -> bool:
+    def holds(self, moves: int) -> bool:
         """Whether its entries are still here, where they were. Lists of the same objects compare at once."""
-        states = [e.state for e in self.entries]
+        if moves == self.moves:
+            return True
+        states = [e.state for e in self.found.entries]
         if states != self.states:
             if any(state is State.LEAVING for state in states):
                 return False
             self.states = states
-        return [e.regions for e in self.entries] == self.regions
+        if [e.regions for e in self.found.entries] != self.regions:
+            return False
+        self.moves = moves
+        return True
 
 
 class Chains:
@@ -51,21 +68,24 @@ class Chains:
         self._kept: OrderedDict[Key, _Chain] = OrderedDict()
         self._num_entries = 0
 
-    def find(self, last: Key, first: int, count: int) -> tuple[list[Stored], list[bytes]] | None:
-        """Blocks [first, first + count) of the chain that ends with `last`, with each one's packed spans; nothing
-        packed of one that is on disk only. None where one of them is not here."""
+    def find(self, last: Key, first: int, count: int) -> Found | None:
+        """Blocks [first, first + count) of the chain that ends with `last`. None where one of them is not here."""
         chain = self._chain(last)
         if chain is None:
             return None
-        skip = len(chain.entries) - count
-        if count <= 0 or skip < 0 or chain.entries[skip].offer.depth != first:
+        entries, packed, _ = chain.found
+        skip = len(entries) - count
+        if count <= 0 or skip < 0 or entries[skip].offer.depth != first:
             return None
-        return chain.entries[skip:], chain.packed[skip:]
+        return _joined(entries[skip:], packed[skip:]) if skip else chain.found
 
-    def single(self, key: Key) -> tuple[Stored, bytes] | None:
+    def single(self, key: Key) -> Found | None:
         """One entry that rests on no chain of its own kind: a snapshot."""
         entry = self._books.entry(key)
-        return (entry, self._pack(entry)) if entry is not None and entry.state in VISIBLE else None
+        if entry is None or entry.state not in VISIBLE:
+            return None
+        packed = self._pack(entry)
+        return Found([entry], [packed], packed)
 
     def _chain(self, last: Key) -> _Chain | None:
         """The chain down from `last`: kept, or what is kept of it and its new end."""
@@ -83,12 +103,12 @@ class Chains:
         if not walked:
             return None
         walked.reverse()
-        before = kept or _Chain([], [], [], [])
+        before = kept or _Chain(Found([], [], b""), [], [], 0)
         chain = _Chain(
-            [*before.entries, *walked],
+            _joined([*before.found.entries, *walked], [*before.found.packed, *map(self._pack, walked)]),
             [*before.regions, *(e.regions for e in walked)],
-            [*before.packed, *map(self._pack, walked)],
             [*before.states, *(e.state for e in walked)],
+            self._books.moves,
         )
         self._keep(last, chain)
         return chain
@@ -97,7 +117,7 @@ class Chains:
         chain = self._kept.get(last)
         if chain is None:
             return None
-        if chain.holds() and not self._here(chain.entries[0].offer.parent):
+        if chain.holds(self._books.moves) and not self._here(chain.found.entries[0].offer.parent):
             self._kept.move_to_end(last)
             return chain
         self._drop(last)
@@ -110,12 +130,16 @@ class Chains:
 
     def _keep(self, last: Key, chain: _Chain) -> None:
         self._kept[last] = chain
-        self._num_entries += len(chain.entries)
+        self._num_entries += len(chain.found.entries)
         while self._num_entries > KEPT_ENTRIES_MAX and len(self._kept) > 1:
             self._drop(next(iter(self._kept)))
 
     def _drop(self, last: Key) -> None:
-        self._num_entries -= len(self._kept.pop(last).entries)
+        self._num_entries -= len(self._kept.pop(last).found.entries)
 
     def _pack(self, entry: Stored) -> bytes:
         return pack_entry(self._pool, [(r.offset, r.length, r.xxh3) for r in entry.regions])
+
+
+def _joined(entries: list[Stored], packed: list[bytes]) -> Found:
+    return Found(entries, packed, b"" if b"" in packed else b"".join(packed))

@@ -30,6 +30,7 @@ class Ledger:
         self._visible = {BLOCK: 0, SNAPSHOT: 0}
         self._evicted = {BLOCK: 0, SNAPSHOT: 0}
         self._on_disk = {BLOCK: 0, SNAPSHOT: 0}  # only there
+        self.moves = 0  # how often something visible left or went elsewhere
         self._moved: set[Key] = set()  # between memory and disk, and nobody has asked yet
         self._resting: Counter[Key] = Counter()  # entries on a key, itself here or not; LEAVING ones not
         self._leaving: Counter[Key] = Counter()  # those: they may come back, so what they rest on goes after them
@@ -99,11 +100,13 @@ class Ledger:
         """Its bytes are in memory."""
         if sum(r.length for r in regions) != entry.offer.nbytes:
             raise InvariantError(f"{entry.offer.key.kind}: its regions do not add up to its bytes")
+        self.moves += entry.state is State.PROMOTING
         entry.state, entry.regions = after(entry.state, Event.VERIFIED), tuple(regions)
         self._retention.show(entry.offer.key)
 
     def _empty(self, entry: Stored) -> None:
         """Its bytes leave memory; retention has let them go."""
+        self.moves += 1
         entry.state = after(entry.state, Event.DROP_MEMORY)
         self._pages.free(entry.all_extents)
         entry.extents, entry.regions, entry.draft = (), (), None
@@ -121,6 +124,7 @@ class Ledger:
         return entry
 
     def _withdraw(self, entry: Stored) -> Key:
+        self.moves += 1
         entry.state = after(entry.state, Event.WITHDRAW)
         self._rest(entry.offer, -1)
         _count(self._leaving, entry.offer, 1)
@@ -186,6 +190,7 @@ class Ledger:
 
     def _drop(self, key: Key, state: State) -> Stored:
         entry = self._in_state(key, state)
+        self.moves += 1
         del self._entries[key]
         entry.state = State.LEAVING  # for whoever still looks at it
         self._rest(entry.offer, -1)

@@ -44,7 +44,7 @@ def test_what_is_kept_is_what_the_books_say(seed: int, monkeypatch: pytest.Monke
     kept = Chains(core, POOL)
     for now_ms in range(600):
         path = "".join(rng.choice("ab") for _ in range(rng.randint(1, 7)))
-        match rng.randrange(4):
+        match rng.randrange(5):
             case 0:
                 offers = [offer(path[:n]) for n in range(rng.randint(1, len(path)), len(path) + 1)]
                 core.reclaim(core.victims(core.missing_bytes(offers), now_ms))
@@ -56,6 +56,14 @@ def test_what_is_kept_is_what_the_books_say(seed: int, monkeypatch: pytest.Monke
                 for each in waiting[0]:
                     if core.begin_write(each, PAGE):
                         core.written(each)  # as a victim it stays on disk
+            case 3 if there := [each for each in core.visible() if core.on_disk([each])]:
+                each = rng.choice(there)
+                if core.begin_promote([each]):
+                    regions = [Region(e.offset, e.length, next(checksums)) for e in core.extents(each)]
+                    if rng.random() < 0.5:
+                        core.promoted(each, regions)
+                    else:
+                        core.refuse(each)
             case _:
                 leaving = core.victims(PAGE, now_ms)  # the index cannot be told: they come back
                 assert all(kept.find(each, len(each.prefix_hash.strip(b"-")) - 1, 1) is None for each in leaving)
@@ -68,12 +76,12 @@ def test_what_is_kept_is_what_the_books_say(seed: int, monkeypatch: pytest.Monke
             assert (found is None) == (expected is None)
             if found is not None and expected is not None:
                 served += 1
-                assert found[0] == expected
-                assert found[1] == [
-                    pack_entry(POOL, [(r.offset, r.length, r.xxh3) for r in e.regions]) for e in expected
-                ]
+                assert found.entries == expected
+                packed = [pack_entry(POOL, [(r.offset, r.length, r.xxh3) for r in e.regions]) for e in expected]
+                assert found.packed == packed
+                assert found.spans == (b"".join(packed) if all(packed) else b"")
     assert served > 50
-    assert kept._num_entries == sum(len(c.entries) for c in kept._kept.values())
+    assert kept._num_entries == sum(len(c.found.entries) for c in kept._kept.values())
 
 
 def test_a_snapshot_is_found_by_itself() -> None:
@@ -85,4 +93,4 @@ def test_a_snapshot_is_found_by_itself() -> None:
     [extent] = core.extents(cut)
     core.commit(cut, [Region(extent.offset, PAGE, 9)])
     found = kept.single(cut)
-    assert found is not None and found[1] == pack_entry(POOL, [(extent.offset, PAGE, 9)])
+    assert found is not None and found.spans == found.packed[0] == pack_entry(POOL, [(extent.offset, PAGE, 9)])

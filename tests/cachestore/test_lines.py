@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import random
 import socket
 from collections.abc import AsyncIterator
 from typing import Any
@@ -15,6 +16,7 @@ from test_node import until
 
 from cachestore import lines
 from cachestore.lines import HEADER, MAGIC, LineClient, LineServer
+from moonrelay.errors import StaleEpoch
 from moonrelay.stubs.v1 import cache_pb2, cache_pb2_grpc
 
 SOON_S = 5.0
@@ -98,6 +100,57 @@ def test_a_line_answers_as_grpc_does() -> None:
         await grpc_server.stop(None)
 
     asyncio.run(run())
+
+
+def test_what_needs_no_waiting_is_answered_at_once_and_everything_else_by_its_method() -> None:
+    """A reply without a task; `None` and faults go the long way; what must never be raised ends the server."""
+
+    def at_once(name: str, request: Any) -> Any:
+        match request.root:
+            case b"n":
+                return cache_pb2.LeaseReply(lease_id=f"{name} at once")
+            case b"f":
+                raise StaleEpoch("another life")
+            case b"!":
+                raise KeyError("a bug")
+        return None
+
+    async def run() -> None:
+        server = LineServer(Servicer(), at_once)
+        port = await server.start("127.0.0.1")
+        running = asyncio.ensure_future(server.run())
+        client = LineClient(f"127.0.0.1:{port}")
+        slow = asyncio.ensure_future(lease(client, b"w"))
+        found = [(await lease(client, root)).lease_id for root in (b"n", b"x", b"f")]
+        assert found == ["Lease at once", "lease-1", "lease-1"] and not slow.done()
+        assert (await refusal(client, b"!"))[0] is grpc.StatusCode.UNAVAILABLE
+        with pytest.raises(ExceptionGroup) as ended:
+            await running
+        assert ended.group_contains(KeyError)
+        assert (await refusal(client, b"n"))[0] is grpc.StatusCode.UNAVAILABLE
+        with pytest.raises(grpc.aio.AioRpcError):
+            await slow
+        client.close()
+        await server.close()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_frames_are_the_same_however_the_bytes_are_cut(seed: int) -> None:
+    class Frames(lines._Frames):
+        def frame(self, word: int, call_id: int, timeout_ms: int, body: bytes) -> None:
+            found.append((word, call_id, timeout_ms, body))
+
+    rng, found = random.Random(seed), []
+    sent = [(i % 3, i, 7 * i, rng.randbytes(rng.choice([0, 1, 30, 900]))) for i in range(60)]
+    stream = b"".join(HEADER.pack(MAGIC, *words, len(body)) + body for *words, body in sent)
+    frames, at = Frames(1_000), 0
+    while at < len(stream):
+        size = rng.choice([1, 3, HEADER.size, 50, 400, 3_000])
+        frames.data_received(stream[at : at + size])
+        at += size
+    assert found == sent
 
 
 def test_a_slow_call_holds_up_no_other_and_ends_at_its_deadline() -> None:
