@@ -99,7 +99,7 @@ class DecodeEdge(worker_pb2_grpc.DecodeWorkerServicer):
         """A handed-over request from its opening to its last token, in order."""
         if not request.HasField("opened"):
             raise InvalidRequest("expected the handoff that prefill opened", param="opened")
-        sampling = after_first_token(sampling_from_wire(request.sampling))
+        sampling = sampling_from_wire(request.sampling)
         kept = turn_prompt(
             request, prompt_tokens=request.opened.prompt_tokens, block_tokens=self._prompts.block_tokens
         )
@@ -110,7 +110,7 @@ class DecodeEdge(worker_pb2_grpc.DecodeWorkerServicer):
             spec = SequenceSpec(
                 request_id=turn.engine_id,
                 ids=(first,),  # seen by no state: the first step consumes it
-                sampling=sampling,
+                sampling=after_first_token(sampling, first),
                 restored=adoption.tokens_in_state,
                 draft_first=adoption.draft_first,
                 history=list(request.context_ids) if self._prompts.drafter else (),

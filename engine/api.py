@@ -41,6 +41,19 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     top_logprobs: int | None = None  # None: no logprobs at all
     reproducible: bool = False  # drafts must not change what the seed draws; sampled ones would, within the law
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, what is added to its logit); an id once at most
+    generated: tuple[int, ...] = ()  # output that was drawn before this sequence began: penalties count it
+
+    @property
+    def penalises(self) -> bool:
+        return self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+    @property
+    def shifts(self) -> bool:
+        """Whether logits are changed before the law."""
+        return self.penalises or bool(self.logit_bias)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

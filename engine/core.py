@@ -257,7 +257,7 @@ class Scheduler:
             logits="last" if ends_known_ids else "none",
         )
         if ends_known_ids:
-            step.draws.append(Draw(params=sequence.spec.sampling, position=end))
+            step.draws.append(Draw(params=sequence.spec.sampling, position=end, shift=sequence.shift))
             if sequence.spec.hold_after_first:
                 step.closing.append(sequence)
         copy = self._copies.target(step, sequence, len(step.segments), end, rolls=ends_known_ids)
@@ -284,7 +284,9 @@ class Scheduler:
         )
         verification.draws[len(step.segments)] = len(step.draws)
         params, position = sequence.spec.sampling, sequence.consumed + 1
-        step.draws.append(Draw(params=params, position=position, drafted=draft.tokens, laws=draft.laws))
+        step.draws.append(
+            Draw(params=params, position=position, drafted=draft.tokens, laws=draft.laws, shift=sequence.shift)
+        )
         step.sequences.append(sequence)
         step.segments.append(segment)
         step.num_decode_tokens += len(segment.ids)

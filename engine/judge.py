@@ -29,23 +29,17 @@ def draw(logits: Logits, draws: Sequence[Draw], rule: Rule) -> list[Drawn]:
     rows, at = Rows(logits), 0
     drawn: list[Drawn] = []
     for wanted in draws:
+        end = at + 1 + len(wanted.drafted)
+        own, first = rows, at
+        if wanted.shift is not None:
+            raw = logits[at:end]
+            own, first = Rows(wanted.shift.apply(raw, wanted.drafted), told=raw), 0
         if wanted.drafted:
-            drawn.append(tuple(_judge(rows, at, wanted.params, wanted.drafted, wanted.laws, wanted.position, rule)))
+            drawn.append(tuple(_judge(own, first, wanted.params, wanted.drafted, wanted.laws, wanted.position, rule)))
         else:
-            drawn.append(rows.draw(at, wanted.params, wanted.position))
-        at += 1 + len(wanted.drafted)
+            drawn.append(own.draw(first, wanted.params, wanted.position))
+        at = end
     return drawn
-
-
-def judge(
-    logits: Logits, params: SamplingParams, tokens: Sequence[int], laws: Logits | None, position: int, rule: Rule
-) -> Run:
-    """The kept ones of k drafted tokens, the first of them at `position`, and the token after them.
-
-    Shapes: logits [k+1, vocab] fp32: at each drafted position and after the last; laws [k, vocab]: what each token
-            was drawn from, None where it was certain. Logits that are not finite give an error, last.
-    """
-    return _judge(Rows(logits), 0, params, tokens, laws, position, rule)
 
 
 def _judge(

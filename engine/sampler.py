@@ -1,16 +1,15 @@
 """From logits to tokens: one row at a time in effect, so a sample cannot depend on its batch.
 
-The law: temperature, then top-k, then top-p over what top-k left; both keep the lower id of equals. A token
-is drawn by inverting the cumulative law over the kept ids in ascending order at one uniform number, which is a pure
-function of (seed, choice, position, purpose). Log probabilities are of the model's own law, before temperature and
-filters.
+The law: what the request adds to its logits (`engine.shift`), then temperature, then top-k, then top-p over what
+top-k left; both keep the lower id of equals. A token is drawn by inverting the cumulative law over the kept ids in
+ascending order at one uniform number, which is a pure function of (seed, choice, position, purpose). Log
+probabilities are of the model's own law, before all of these.
 """
 
 from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Sequence
 from enum import IntEnum
 from functools import cached_property
 from hashlib import blake2b
@@ -20,7 +19,6 @@ import numpy.typing as npt
 
 from engine.api import SampledToken, SamplingParams
 from engine.errors import NonFiniteLogits
-from engine.step import Draw
 
 Logits = npt.NDArray[np.float32]
 Weights = npt.NDArray[np.float32]
@@ -52,8 +50,10 @@ def uniform(seed: int, choice: int, position: int, purpose: Purpose, slot: int =
 class Rows:
     """Logits [rows, vocab] fp32 of one pass; what all rows need is computed for all at once."""
 
-    def __init__(self, logits: Logits) -> None:
+    def __init__(self, logits: Logits, told: Logits | None = None) -> None:
+        """`told`: the rows that log probabilities are of, where those to draw from have been changed."""
         self.logits = logits
+        self._told = logits if told is None else told
         # One pass decides for nearly every row: a sum is finite only if no summand is NaN or infinite.
         with np.errstate(over="ignore", invalid="ignore"):
             self._sums = np.add.reduce(logits, axis=1).tolist()
@@ -78,16 +78,7 @@ class Rows:
         """A token that was drawn, with what the request wants to know of its row."""
         if params.top_logprobs is None:
             return SampledToken(id=token)
-        return _with_logprobs(self.logits[row], token, params.top_logprobs)
-
-
-def sample(logits: Logits, draws: Sequence[Draw]) -> list[SampledToken | NonFiniteLogits]:
-    """Draw one token per row.
-
-    Shapes: logits [len(draws), vocab] fp32. A row with NaN or infinity yields the error in its place.
-    """
-    rows = Rows(logits)
-    return [rows.draw(row, draw.params, draw.position) for row, draw in enumerate(draws)]
+        return _with_logprobs(self._told[row], token, params.top_logprobs)
 
 
 def filtered(logits: Logits, params: SamplingParams) -> tuple[Ids | None, Weights]:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Literal
 
 from engine.api import DraftReport, EngineEvent, FinishReason, Reservation, SequenceSpec
 from engine.draft_policy import Acceptance
+from engine.shift import Shift
 from moonrelay.errors import InvariantError
 
 if TYPE_CHECKING:
@@ -132,6 +133,7 @@ class LiveSequence:
         "phase",
         "prompt_end",
         "reservation",
+        "shift",
         "snapshots",
         "spec",
         "stop_ids",
@@ -147,6 +149,7 @@ class LiveSequence:
         self.timeline = Timeline()
         self.last_id: int | None = None
         self.drawn: list[int] = []
+        self.shift = Shift(spec.sampling, self.drawn) if spec.sampling.shifts else None
         self.draft: Draft | None = None  # for the next step
         self.draft_first = spec.draft_first  # the first token with valid drafter rows
         self.drafting: Drafting | None = None  # None: nobody drafts for it

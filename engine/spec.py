@@ -7,6 +7,7 @@ from engine.settings import TILE_TOKENS
 from moonrelay.errors import ContextLengthExceeded, InvalidRequest
 
 TOP_LOGPROBS_MAX = 64  # more would make one event larger than its message is worth
+PENALTY_MAX, BIAS_MAX = 2.0, 100.0  # either way; as OpenAI's API has them
 
 
 def validate(spec: SequenceSpec, *, vocab_size: int, context_len: int) -> None:
@@ -39,6 +40,10 @@ def validate_sampling(params: SamplingParams, *, vocab_size: int) -> None:
         "seed": 0 <= params.seed < 2**64,
         "choice": 0 <= params.choice < 2**32,
         "max_tokens": params.max_tokens >= 1,
+        "presence_penalty": -PENALTY_MAX <= params.presence_penalty <= PENALTY_MAX,
+        "frequency_penalty": -PENALTY_MAX <= params.frequency_penalty <= PENALTY_MAX,
+        "logit_bias": all(0 <= i < vocab_size and -BIAS_MAX <= bias <= BIAS_MAX for i, bias in params.logit_bias),
+        "generated": all(0 <= i < vocab_size for i in params.generated),
         "top_logprobs": params.top_logprobs is None or 0 <= params.top_logprobs <= min(TOP_LOGPROBS_MAX, vocab_size),
     }
     for name, holds in rules.items():

@@ -15,19 +15,22 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
+    from engine.shift import Shift
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Draw:
     """One token to draw: `params`' law over a row of logits, for the token at `position` of the sequence.
 
     With `drafted` tokens to judge first, the first of them at `position`, there is one row more for each, and `laws`
-    [len(drafted), vocab] are what each was drawn from (None: it was certain).
+    [len(drafted), vocab] are what each was drawn from (None: it was certain). `shift` changes the rows first.
     """
 
     params: SamplingParams
     position: int
     drafted: Sequence[int] = ()
     laws: npt.NDArray[np.float32] | None = None
+    shift: Shift | None = None
 
 
 Drawn = SampledToken | ServeError | tuple[SampledToken | ServeError, ...]  # a tuple: of a draft, errors only last

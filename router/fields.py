@@ -112,6 +112,21 @@ def stop_strings(value: Any, param: str, *, count_max: int = 4, chars_max: int =
     return tuple(given)
 
 
+def logit_bias(
+    value: Mapping[str, Any], param: str, vocab_size: int, *, count_max: int = 1_024
+) -> tuple[tuple[int, float], ...]:
+    """Token ids, as JSON's strings, and what is added to their logits. Raises: InvalidRequest."""
+    if len(value) > count_max:
+        refuse(param, f"at most {count_max} tokens", len(value))
+    bias = number(-100, 100)
+    found = {}
+    for key, item in value.items():
+        if not (key.isascii() and key.isdigit()) or len(key) > 10 or int(key) >= vocab_size:
+            refuse(param, f"token ids from 0 to {vocab_size - 1} as keys", key)
+        found[int(key)] = bias(item, f"{param}.{key}")
+    return tuple(sorted(found.items()))
+
+
 def token_ids(value: Sequence[Any], param: str, vocab_size: int) -> list[int]:
     """Ids in [0, vocab_size). A million are checked without a Python loop; only a bad list is searched."""
     try:

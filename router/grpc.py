@@ -117,16 +117,17 @@ class GrpcFrontend(api_pb2_grpc.GenerationServicer):
         if not TENANT.fullmatch(request.tenant):
             raise InvalidRequest("tenant: expected up to 128 visible ASCII characters", param="tenant")
         body: dict[str, Any] = {"model": request.model, "stop": list(request.stop)}
-        for name in ("max_tokens", "temperature", "top_p", "top_k", "seed"):
+        for name in ("max_tokens", "temperature", "top_p", "top_k", "seed", "presence_penalty", "frequency_penalty"):
             if request.HasField(name):
                 body[name] = getattr(request, name)
+        body["logit_bias"] = {str(token): bias for token, bias in request.logit_bias.items()}
         if request.HasField("top_logprobs"):
             fields.integer(0, TOP_LOGPROBS_MAX)(request.top_logprobs, "top_logprobs")
         match request.WhichOneof("input"):
             case "chat":
                 if request.HasField("top_logprobs"):
                     body |= {"logprobs": True, "top_logprobs": request.top_logprobs}
-                return parse_chat(body | chat_body(request.chat), model.name)
+                return parse_chat(body | chat_body(request.chat), model.name, model.tokenizer.vocab_size)
             case "prompt":
                 body["prompt"] = request.prompt
             case "prompt_ids":

@@ -164,12 +164,16 @@ class HttpFrontend:
         )
 
     async def _chat(self, request: web.BaseRequest, call: Call) -> web.StreamResponse:
-        return await self._generate(request, call, lambda body: parse_chat(body, self._model.name), ChatFormat)
+        return await self._generate(request, call, self._parsed_chat, ChatFormat)
 
     async def _completion(self, request: web.BaseRequest, call: Call) -> web.StreamResponse:
-        model = self._model
-        parse = lambda body: parse_completion(body, model.name, model.tokenizer.vocab_size)  # noqa: E731
-        return await self._generate(request, call, parse, CompletionFormat)
+        return await self._generate(request, call, self._parsed_completion, CompletionFormat)
+
+    def _parsed_chat(self, body: Mapping[str, Any]) -> GenerationRequest:
+        return parse_chat(body, self._model.name, self._model.tokenizer.vocab_size)
+
+    def _parsed_completion(self, body: Mapping[str, Any]) -> GenerationRequest:
+        return parse_completion(body, self._model.name, self._model.tokenizer.vocab_size)
 
     async def _generate(
         self,
@@ -249,7 +253,7 @@ class HttpFrontend:
         """Ids of `prompt`, or of a chat as it would be rendered."""
         read = {"model": self._model.name, **body}
         if "messages" in read:
-            return prepare(parse_chat(read, self._model.name), self._model.tokenizer).ids
+            return prepare(self._parsed_chat(read), self._model.tokenizer).ids
         self._check_names(read, "prompt")
         prompt = read_prompt(read["prompt"], "prompt", self._model.tokenizer.vocab_size)
         return self._model.tokenizer.encode(fields.text(prompt, "prompt"))

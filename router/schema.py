@@ -33,6 +33,9 @@ class GenerationRequest:
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
     seed: int | None = None
     stop: tuple[str, ...] = ()
     top_logprobs: int | None = None
@@ -75,7 +78,6 @@ def _bookkeeping(value: Any, param: str) -> Any:
     return value
 
 
-_NO_PENALTY: Final = "penalties are not supported yet"
 COMMON: Final[Mapping[str, Reader]] = {
     "model": name,
     "max_tokens": integer(1),
@@ -90,12 +92,12 @@ COMMON: Final[Mapping[str, Reader]] = {
     "ignore_eos": boolean,
     "return_token_ids": boolean,
     "user": text,
-    "presence_penalty": only((0,), _NO_PENALTY),
-    "frequency_penalty": only((0,), _NO_PENALTY),
-    "repetition_penalty": only((1,), _NO_PENALTY),
+    "presence_penalty": number(-2, 2),
+    "frequency_penalty": number(-2, 2),
+    "repetition_penalty": only((1,), "not supported; use frequency_penalty or presence_penalty"),
     "min_p": only((0,), "min_p is not supported"),
     "min_tokens": only((0,), "min_tokens is not supported"),
-    "logit_bias": only(({},), "logit_bias is not supported yet"),
+    "logit_bias": fields.mapping,  # read with the vocabulary's size
     "stop_token_ids": only(([],), "stop_token_ids is not supported; use stop"),
 }
 CHAT: Final[Mapping[str, Reader]] = {
@@ -132,7 +134,7 @@ COMPLETION: Final[Mapping[str, Reader]] = {
 }
 
 
-def parse_chat(body: Mapping[str, Any], served_model: str) -> GenerationRequest:
+def parse_chat(body: Mapping[str, Any], served_model: str, vocab_size: int) -> GenerationRequest:
     """Raises: InvalidRequest naming the field; UnknownModel."""
     read = _read(body, CHAT, served_model, required="messages")
     _check_tool_choice(read)
@@ -148,7 +150,7 @@ def parse_chat(body: Mapping[str, Any], served_model: str) -> GenerationRequest:
             "reasoning_effort": read.get("reasoning_effort"),
         },
         top_logprobs=read.get("top_logprobs", 0) if read.get("logprobs") else None,
-        **_shared(read),
+        **_shared(read, vocab_size),
     )
 
 
@@ -159,7 +161,7 @@ def parse_completion(body: Mapping[str, Any], served_model: str, vocab_size: int
         kind="completion",
         prompt=read_prompt(read["prompt"], "prompt", vocab_size),
         top_logprobs=read.get("logprobs"),
-        **_shared(read),
+        **_shared(read, vocab_size),
     )
 
 
@@ -197,7 +199,7 @@ def _read(
     return read
 
 
-def _shared(read: Mapping[str, Any]) -> dict[str, Any]:
+def _shared(read: Mapping[str, Any], vocab_size: int) -> dict[str, Any]:
     limits = {key: read[key] for key in ("max_completion_tokens", "max_tokens") if key in read}
     if len(set(limits.values())) > 1:
         message = "max_completion_tokens and max_tokens are two names of one limit: expected equal values"
@@ -208,6 +210,9 @@ def _shared(read: Mapping[str, Any]) -> dict[str, Any]:
         "temperature": read.get("temperature", 1.0),
         "top_p": read.get("top_p", 1.0),
         "top_k": max(0, read.get("top_k", 0)),
+        "presence_penalty": read.get("presence_penalty", 0.0),
+        "frequency_penalty": read.get("frequency_penalty", 0.0),
+        "logit_bias": fields.logit_bias(read.get("logit_bias", {}), "logit_bias", vocab_size),
         "seed": read.get("seed"),
         "stop": read.get("stop", ()),
         "ignore_eos": read.get("ignore_eos", False),

@@ -204,6 +204,10 @@ class Turn:
             stop_token_ids=self._stop_ids,
             top_logprobs=request.top_logprobs,
             reproducible=request.seed is not None or bool(self.generated),
+            presence_penalty=request.presence_penalty,
+            frequency_penalty=request.frequency_penalty,
+            logit_bias=dict(request.logit_bias),
+            generated=self.generated if request.presence_penalty or request.frequency_penalty else (),
         )
 
     async def take(self, tokens: Sequence[common_pb2.Token]) -> None:

@@ -96,12 +96,17 @@ def sampling_from_wire(sampling: common_pb2.Sampling) -> SamplingParams:
         stop_token_ids=tuple(sampling.stop_token_ids),
         top_logprobs=sampling.top_logprobs if sampling.HasField("top_logprobs") else None,
         reproducible=sampling.reproducible,
+        presence_penalty=sampling.presence_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        logit_bias=tuple(sorted(sampling.logit_bias.items())),
+        generated=tuple(sampling.generated),
     )
 
 
-def after_first_token(sampling: SamplingParams) -> SamplingParams:
+def after_first_token(sampling: SamplingParams, token: int) -> SamplingParams:
     """What is left of a request whose first token the prefill side has drawn."""
-    return replace(sampling, max_tokens=sampling.max_tokens - 1)
+    generated = (*sampling.generated, token) if sampling.penalises else ()
+    return replace(sampling, max_tokens=sampling.max_tokens - 1, generated=generated)
 
 
 def token_to_wire(token: SampledToken) -> common_pb2.Token:

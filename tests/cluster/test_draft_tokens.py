@@ -95,6 +95,9 @@ def test_seeded_answers_are_those_without_a_drafter(cluster: Cluster, fixed: Clu
     """Alone and in company, whatever the draft lengths: a request that names its seed keeps its own draws."""
     filters = ({"temperature": 1.0}, {"temperature": 0.7, "top_p": 0.9}, {"temperature": 1.3, "top_k": 20})
     asked = [(prompt, {**filters[i % 3], "seed": i}) for i, prompt in enumerate(prompts()[:4])]
+    # Looping text: its drafts are kept where the penalties, which count them, still allow it.
+    penalties = {"presence_penalty": 0.3, "frequency_penalty": 0.05, "logit_bias": {"32": -100, "10": 0.5}}
+    asked += [(prompts()[0], {**penalties, "temperature": 0}), (prompts()[1], {**penalties, **filters[0], "seed": 3})]
     want = [said(ask(undrafted, prompt, **more)) for prompt, more in asked]
     for running in (fixed, cluster):
         assert [said(ask(running, prompt, **more)) for prompt, more in asked] == want, DAY

@@ -13,6 +13,7 @@ from toy import VOCAB, Client, ToyBackend, alone, finish, quiet_engine
 
 from engine.api import Failed, Finished, Reservation, SamplingParams, SequenceSpec, SnapshotTaken
 from engine.engine import Engine
+from engine.worker.wire import after_first_token
 from moonrelay.errors import Overloaded
 
 LAWS: list[dict[str, object]] = [
@@ -21,6 +22,8 @@ LAWS: list[dict[str, object]] = [
     {"temperature": 0.6, "top_p": 0.7, "seed": 2**63, "choice": 1},
     {"temperature": 1.3, "top_k": 5, "seed": 1, "top_logprobs": 2},
     {"stop_token_ids": tuple(range(0, VOCAB, 6))},
+    {"presence_penalty": 1.5, "frequency_penalty": 0.25, "logit_bias": ((3, 2.0), (5, -100.0)), "generated": (7, 7)},
+    {"temperature": 1.0, "seed": 3, "top_p": 0.9, "frequency_penalty": -0.5, "logit_bias": ((2, 1.0),)},
 ]
 CUTS = [(), (), (64,), (128,), (64, 192), (256,)]
 
@@ -117,7 +120,7 @@ class World:
             return
         before = held[number % len(held)]
         (first,) = before.client.tokens
-        rest = replace(before.sampling, max_tokens=before.sampling.max_tokens - 1)
+        rest = after_first_token(before.sampling, first.id)
         after = replace(before, name=self._name(), client=Client(), skipped=1, held=False, drawn=(first.id,))
         spec = {"ids": [first.id], "sampling": rest, "restored": before.client.end.tokens_in_state}
         if self._submit(after, {**spec, "write_back": number % 2 == 0}):

@@ -7,6 +7,7 @@ exact joint law. Seeds are fixed, so a pass stays one; judges with planted mista
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -28,9 +29,12 @@ from laws import (
 
 import engine.judge
 from engine.api import SampledToken, SamplingParams
-from engine.judge import judge
+from engine.judge import draw
+from engine.shift import Shift
+from engine.step import Draw
 from engine.verify import Rule, Verdict
 
+SHIFTED = {"presence_penalty": 0.7, "frequency_penalty": 0.4, "logit_bias": ((1, 1.0), (3, -1.5))}  # as `penalised`
 RULES: tuple[Rule, ...] = ("standard", "block")
 FILTERS: dict[str, tuple[dict[str, Any], Change]] = {
     "plain": ({"temperature": 1.0}, unchanged),
@@ -39,8 +43,8 @@ FILTERS: dict[str, tuple[dict[str, Any], Change]] = {
     "top-k": ({"temperature": 1.0, "top_k": 2}, unchanged),
     "top-p": ({"temperature": 1.0, "top_p": 0.7}, unchanged),
     "top-k and top-p": ({"temperature": 1.3, "top_k": 4, "top_p": 0.8}, unchanged),
-    "penalties and bias": ({"temperature": 1.0}, penalised),
-    "all of them": ({"temperature": 0.9, "top_k": 4, "top_p": 0.9}, penalised),
+    "penalties and bias": ({"temperature": 1.0, **SHIFTED}, penalised),
+    "all of them": ({"temperature": 0.9, "top_k": 4, "top_p": 0.9, **SHIFTED}, penalised),
 }
 STREAMS = 300  # for each drafter
 # 16 pooled tests and 80 of one drafter each: a right judge fails one of them in 1 % of all choices of seeds.
@@ -49,8 +53,17 @@ P_PLANTED = 1e-7
 NONE: frozenset[int] = frozenset()
 
 
+def judged(logits, sampling: SamplingParams, tokens, laws, stream: Sequence[int], rule: Rule) -> tuple[Any, ...]:
+    """What is kept of `tokens` behind `stream`, and the token after them."""
+    shift = Shift(sampling, stream) if sampling.shifts else None
+    (found,) = draw(
+        logits, [Draw(params=sampling, position=len(stream), drafted=tokens, laws=laws, shift=shift)], rule
+    )
+    return found if isinstance(found, tuple) else (found,)
+
+
 def drawn(
-    rule: Rule, name: str, params: dict[str, Any], change: Change, streams: int = STREAMS, ends: frozenset[int] = NONE
+    rule: Rule, name: str, params: dict[str, Any], streams: int = STREAMS, ends: frozenset[int] = NONE
 ) -> Counter[History]:
     """Streams drawn step by step, as an engine would: draft, judge, go on behind what was kept.
 
@@ -70,8 +83,8 @@ def drawn(
             count = next((i for i, token in enumerate(tokens) if token in ends), DRAFTED)
             tokens, laws = tokens[:count], laws[:count]
             rows = [(*stream, *tokens[:slot]) for slot in range(count + 1)]
-            logits = np.stack([change(raw_logits(row), row) for row in rows])
-            kept = judge(logits, sampling, tokens, None if name == "certain" else laws, len(stream), rule)
+            logits = np.stack([raw_logits(row) for row in rows])
+            kept = judged(logits, sampling, tokens, None if name == "certain" else laws, stream, rule)
             assert all(isinstance(token, SampledToken) for token in kept) and 1 <= len(kept) <= DRAFTED + 1
             stream += tuple(token.id for token in kept)
         found[stream[:TOKENS]] += 1
@@ -83,7 +96,7 @@ def drawn(
 def test_the_law_of_what_is_emitted_is_the_requests_own(rule: Rule, kind: str):
     params, change = FILTERS[kind]
     law = joint_law(SamplingParams(**params), change)
-    found = {name: drawn(rule, name, params, change) for name in DRAFTERS}
+    found = {name: drawn(rule, name, params) for name in DRAFTERS}
     values = {name: p_value(counts, law) for name, counts in found.items()}
     assert min(values.values()) > P_MIN, values
     assert p_value(sum(found.values(), Counter()), law) > P_MIN
@@ -134,12 +147,12 @@ def test_a_planted_mistake_is_seen(monkeypatch, rule: Rule, mistake):
     monkeypatch.setattr(engine.judge, "verify", mistake(engine.judge.verify))
     params, change = FILTERS["plain"]
     law = joint_law(SamplingParams(**params), change)
-    assert p_value(drawn(rule, "sharp", params, change, streams=1_500), law) < P_PLANTED
+    assert p_value(drawn(rule, "sharp", params, streams=1_500), law) < P_PLANTED
 
 
 def test_a_filter_that_the_judge_forgot_is_seen(monkeypatch):
     params, change = {"temperature": 1.0, "top_p": 0.7}, unchanged
-    found = drawn("block", "sharp", {"temperature": 1.0}, change)
+    found = drawn("block", "sharp", {"temperature": 1.0})
     assert p_value(found, joint_law(SamplingParams(**params), change)) == 0.0
 
 
@@ -147,7 +160,7 @@ def test_a_filter_that_the_judge_forgot_is_seen(monkeypatch):
 def test_a_draft_that_is_cut_for_what_a_token_is_is_seen(rule: Rule):
     """Why whether a token is verified must be decided before it is known: see `engine/draft_policy.py`."""
     params, change = FILTERS["plain"]
-    found = drawn(rule, "flat", params, change, streams=1_000, ends=frozenset({1, 3}))
+    found = drawn(rule, "flat", params, streams=1_000, ends=frozenset({1, 3}))
     assert p_value(found, joint_law(SamplingParams(**params), change)) < P_PLANTED
 
 
@@ -156,11 +169,13 @@ def test_drafts_that_are_certain_change_no_seeded_result():
     for seed in range(200):
         sampling = SamplingParams(temperature=1.0, top_p=0.95, seed=seed)
         logits = np.stack([raw_logits((seed, i)) for i in range(DRAFTED + 1)])
-        plain = [judge(logits[i : i + 1], sampling, [], None, 10 + i, "block")[0].id for i in range(DRAFTED + 1)]
-        kept = [token.id for token in judge(logits, sampling, plain[:DRAFTED], None, 10, "block")]
+        before = range(10)
+        rows = range(DRAFTED + 1)
+        plain = [judged(logits[i : i + 1], sampling, [], None, range(10 + i), "block")[0].id for i in rows]
+        kept = [token.id for token in judged(logits, sampling, plain[:DRAFTED], None, before, "block")]
         assert kept == plain
         other = [(plain[0] + 1) % VOCAB, *plain[1:DRAFTED]]
-        assert [token.id for token in judge(logits, sampling, other, None, 10, "block")] == plain[:1]
+        assert [token.id for token in judged(logits, sampling, other, None, before, "block")] == plain[:1]
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,12 @@ from hypothesis import strategies as st
 from engine.api import SampledToken, SamplingParams
 from engine.core import Draw
 from engine.errors import NonFiniteLogits
-from engine.sampler import Purpose, filtered, invert, largest, sample, uniform
+from engine.judge import draw as judged
+from engine.sampler import Purpose, filtered, invert, largest, uniform
+
+
+def sample(logits, draws):
+    return judged(logits, draws, "block")
 
 
 def draw(logits, position=0, **params):

@@ -15,8 +15,8 @@ import torch
 from engine.api import EngineEvent, Failed, Finished, SampledToken, SamplingParams, SequenceSpec, TokenSampled
 from engine.core import Draw
 from engine.engine import Engine
+from engine.judge import draw
 from engine.pools import mapped_floats
-from engine.sampler import sample
 from engine.settings import EngineSettings
 from model.batch import PoolLayout, Segment
 
@@ -80,6 +80,15 @@ class ToyBackend:
         return logits
 
 
+def shifted(logits: np.ndarray, sampling: SamplingParams, said: Sequence[int]) -> np.ndarray:
+    """Bias and penalties as OpenAI's API says them, from all that was said."""
+    counts = np.bincount(said, minlength=VOCAB) if said else np.zeros(VOCAB)
+    change = -sampling.frequency_penalty * counts - sampling.presence_penalty * (counts > 0)
+    for token, bias in sampling.logit_bias:
+        change[token] += bias
+    return logits + change.astype(np.float32)
+
+
 def alone(ids: Sequence[int], sampling: SamplingParams, *, draws: int | None = None) -> list[SampledToken]:
     """The oracle: the prompt in one piece, then one token at a time, with memory of its own and no engine."""
     backend = ToyBackend()
@@ -93,7 +102,8 @@ def alone(ids: Sequence[int], sampling: SamplingParams, *, draws: int | None = N
         segment = Segment(ids=pending, start=start, slot=0, blocks=range(num_blocks))
         logits = backend.forward([segment], rows, state).numpy()
         start += len(pending)
-        (token,) = sample(logits, [Draw(params=sampling, position=start)])
+        said = [*sampling.generated, *(token.id for token in tokens)]
+        (token,) = draw(shifted(logits, sampling, said), [Draw(params=sampling, position=start)], "block")
         assert isinstance(token, SampledToken)
         tokens.append(token)
         if token.id in sampling.stop_token_ids:

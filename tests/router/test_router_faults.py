@@ -79,7 +79,9 @@ async def test_a_stream_survives_its_worker(roles, die_after):
         counting(c)
         c.workers[f"{roles[1]}-0"].die_after = die_after
         c.workers[f"{roles[1]}-1"].die_after = None
-        events = await c.stream("/v1/completions", completion_request(seed=5), x_moonrelay_explain="1")
+        events = await c.stream(
+            "/v1/completions", completion_request(seed=5, frequency_penalty=0.5), x_moonrelay_explain="1"
+        )
         assert text_of(events) == WHAT and events[-1] == "[DONE]"
         usage = events[-2]["usage"]
         assert usage["completion_tokens"] == len(c.model.reply)
@@ -88,10 +90,11 @@ async def test_a_stream_survives_its_worker(roles, die_after):
             method, survivor = ("Generate", "aggregated-1") if len(set(roles)) == 1 else ("Prefill", "prefill-1")
             requests = [r for w in c.workers.values() for r in w.requests(method)]
             replay = max(requests, key=lambda r: len(r.prompt_ids))
-            generated = list(replay.prompt_ids)[len(min(requests, key=lambda r: len(r.prompt_ids)).prompt_ids) :]
-            assert generated == c.model.reply[: len(generated)] and generated
-            assert replay.sampling.seed == 5 and not replay.store and not replay.snapshot_at
             whole = min(requests, key=lambda r: len(r.prompt_ids))
+            generated = list(replay.prompt_ids)[len(whole.prompt_ids) :]
+            assert generated == c.model.reply[: len(generated)] and generated
+            assert list(replay.sampling.generated) == generated and not whole.sampling.generated
+            assert replay.sampling.seed == 5 and not replay.store and not replay.snapshot_at
             assert replay.sampling.max_tokens == whole.sampling.max_tokens - len(generated)
             assert survivor in c.workers
         await c.idle()

@@ -179,12 +179,12 @@ async def test_room_is_asked_for_beside_prefill_and_its_lack_ends_it():
         prefill.hold_after, decode.room = -1, 0
         asking = asyncio.ensure_future(c.chat())
         await spin(lambda: c.frontends.service.admission.waiting == 1)
-        begun = len(prefill.requests("Prefill"))
-        assert begun <= 1
-        await prefill.until(lambda: prefill.cancelled == begun)
+        await prefill.until(lambda: prefill.cancelled == len(prefill.requests("Prefill")))
         prefill.hold_after, decode.room = None, 1
         assert (await asking)[0] == 200
-        assert len(prefill.requests("Prefill")) == begun + 1  # none while it waited for room
+        # None while it waited for room; the one that was given up may have come only now, or never.
+        assert len(prefill.requests("Prefill")) <= 2
+        await prefill.until(lambda: len(prefill.requests("Prefill")) - prefill.cancelled == 1)
         await decode.until(lambda: not decode.reservations)
         await c.idle()
 

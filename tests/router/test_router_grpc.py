@@ -68,6 +68,22 @@ async def test_a_chat_means_the_same_as_over_http():
 
 
 @in_loop
+async def test_penalties_and_bias_reach_every_worker():
+    penalties = {"presence_penalty": 0.5, "frequency_penalty": -0.25, "seed": 1}
+    async with cluster() as c, generation(c) as stub:
+        await c.post("/v1/chat/completions", chat_request(**penalties, logit_bias={"5": -100, "7": 2}))
+        await replies(stub.Generate(chat(**penalties, logit_bias={5: -100.0, 7: 2.0})))
+        for name, method in (("prefill-0", "Prefill"), ("decode-0", "Adopt")):
+            first, second = (request.sampling for request in c.workers[name].requests(method))
+            for sampling in (first, second):
+                assert (sampling.presence_penalty, sampling.frequency_penalty) == (0.5, -0.25)
+                assert dict(sampling.logit_bias) == {5: -100.0, 7: 2.0} and not sampling.generated
+        with pytest.raises(grpc.aio.AioRpcError, match="logit_bias") as refused:
+            await replies(stub.Generate(chat(logit_bias={99_999_999: 1.0})))
+        assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+@in_loop
 async def test_tool_calls_logprobs_and_completions():
     async with cluster() as c, generation(c) as stub:
         c.model.reply = CALLS

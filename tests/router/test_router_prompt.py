@@ -36,7 +36,7 @@ def test_text_beyond_the_context_is_not_tokenised_to_its_end(kind):
         request = parse_completion(completion_request(text), "toy", TOKENIZER.vocab_size)
     else:
         contents = [text] if kind == "one message" else ["hi"] * 5_000
-        request = parse_chat(chat_request(messages=[{"role": "user", "content": c} for c in contents]), "toy")
+        request = parse_chat(chat_request(messages=[{"role": "user", "content": c} for c in contents]), "toy", 512)
     tokenizer, counts = counting_tokenizer()
     with pytest.raises(ContextLengthExceeded) as refused:
         prepare(request, tokenizer, 4_096)
@@ -49,7 +49,7 @@ def test_text_beyond_the_context_is_not_tokenised_to_its_end(kind):
 def test_numbers_of_a_tool_call_may_not_be_endless():
     function = {"name": "f", "arguments": '{"a": ' + "9" * 5_000 + "}"}
     call = {"id": "1", "type": "function", "function": function}
-    request = parse_chat(chat_request(messages=[{"role": "assistant", "tool_calls": [call]}]), "toy")
+    request = parse_chat(chat_request(messages=[{"role": "assistant", "tool_calls": [call]}]), "toy", 512)
     with pytest.raises(InvalidRequest, match="too many digits") as refused:
         prepare(request, TOKENIZER)
     assert refused.value.param == "messages[0].tool_calls[0].function.arguments"

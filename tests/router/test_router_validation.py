@@ -44,10 +44,16 @@ BAD_SHARED = [
     ("stream_options", {"include_usage": True}, "stream_options"),
     ("n", 2, "n"),
     ("n", 0, "n"),
-    ("presence_penalty", 0.5, "presence_penalty"),
-    ("frequency_penalty", -1, "frequency_penalty"),
+    ("presence_penalty", 2.5, "presence_penalty"),
+    ("frequency_penalty", "1", "frequency_penalty"),
     ("repetition_penalty", 1.1, "repetition_penalty"),
-    ("logit_bias", {"5": 1}, "logit_bias"),
+    ("logit_bias", [5], "logit_bias"),
+    ("logit_bias", {"99999999": 1}, "logit_bias"),
+    ("logit_bias", {"-5": 1}, "logit_bias"),
+    ("logit_bias", {"\u0665": 1}, "logit_bias"),
+    ("logit_bias", {"5": 101}, "logit_bias.5"),
+    ("logit_bias", {"5": None}, "logit_bias.5"),
+    ("logit_bias", {str(i): 1 for i in range(1_025)}, "logit_bias"),
     ("min_p", 0.1, "min_p"),
     ("min_tokens", 3, "min_tokens"),
     ("stop_token_ids", [5], "stop_token_ids"),
@@ -143,9 +149,9 @@ GOOD_CHAT = {
     "seed": fields.UINT64_MAX,
     "stop": ["a", "b", "c", "d"],
     "n": 1,
-    "presence_penalty": 0,
-    "frequency_penalty": 0.0,
-    "logit_bias": {},
+    "presence_penalty": -2,
+    "frequency_penalty": 0.5,
+    "logit_bias": {"5": -100, "511": 1.5},
     "logprobs": True,
     "top_logprobs": 20,
     "tools": [TOOL],
@@ -186,9 +192,10 @@ def test_a_completion_refuses_by_name(name, value, param):
 
 
 def test_what_is_supported_is_read():
-    read = parse_chat({**chat_request(), **GOOD_CHAT, "stream": True}, "toy")
+    read = parse_chat({**chat_request(), **GOOD_CHAT, "stream": True}, "toy", 512)
     assert (read.temperature, read.top_p, read.top_k, read.max_tokens) == (2.0, 1.0, 0, 5)
     assert (read.stop, read.top_logprobs, read.seed) == (("a", "b", "c", "d"), 20, fields.UINT64_MAX)
+    assert (read.presence_penalty, read.frequency_penalty, read.logit_bias) == (-2.0, 0.5, ((5, -100.0), (511, 1.5)))
     assert read.stream and read.include_usage and read.ignore_eos and read.return_token_ids
     assert read.chat == {
         "messages": [USER],
@@ -200,18 +207,18 @@ def test_what_is_supported_is_read():
 
 def test_null_means_not_given():
     given = dict.fromkeys([*GOOD_CHAT, "functions", "audio"])
-    assert parse_chat({**chat_request(), **given}, "toy") == parse_chat(chat_request(), "toy")
+    assert parse_chat({**chat_request(), **given}, "toy", 512) == parse_chat(chat_request(), "toy", 512)
 
 
 def test_none_as_tool_choice_only_where_there_is_nothing_to_call():
-    assert parse_chat({**chat_request(), "tool_choice": "none"}, "toy")
+    assert parse_chat({**chat_request(), "tool_choice": "none"}, "toy", 512)
     with pytest.raises(InvalidRequest, match="tool_choice"):
-        parse_chat({**chat_request(), "tool_choice": "none", "tools": [TOOL]}, "toy")
+        parse_chat({**chat_request(), "tool_choice": "none", "tools": [TOOL]}, "toy", 512)
 
 
 def test_two_names_of_one_limit_must_agree():
     with pytest.raises(InvalidRequest) as refused:
-        parse_chat({**chat_request(), "max_tokens": 5, "max_completion_tokens": 6}, "toy")
+        parse_chat({**chat_request(), "max_tokens": 5, "max_completion_tokens": 6}, "toy", 512)
     assert refused.value.param == "max_completion_tokens"
 
 
@@ -224,7 +231,7 @@ def test_an_echoed_openai_message_is_taken_back():
         "audio": None,
         "tool_calls": None,
     }
-    assert parse_chat({**chat_request(), "messages": [USER, echo, USER]}, "toy")
+    assert parse_chat({**chat_request(), "messages": [USER, echo, USER]}, "toy", 512)
 
 
 def test_prompts_come_in_four_forms():
@@ -242,7 +249,7 @@ def test_a_million_ids_are_read_quickly_and_a_bad_last_one_is_named():
 
 def test_another_model_is_unknown():
     with pytest.raises(UnknownModel) as refused:
-        parse_chat({**chat_request(), "model": "gpt-4"}, "toy")
+        parse_chat({**chat_request(), "model": "gpt-4"}, "toy", 512)
     assert refused.value.param == "model"
 
 

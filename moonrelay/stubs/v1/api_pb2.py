@@ -25,35 +25,39 @@ _sym_db = _symbol_database.Default()
 from moonrelay.stubs.v1 import common_pb2 as moonrelay_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16moonrelay/v1/api.proto\x12\x0cmoonrelay.v1\x1a\x19moonrelay/v1/common.proto\"\x86\x03\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\'\n\x04\x63hat\x18\x02 \x01(\x0b\x32\x17.moonrelay.v1.ChatInputH\x00\x12\x10\n\x06prompt\x18\x03 \x01(\tH\x00\x12,\n\nprompt_ids\x18\x04 \x01(\x0b\x32\x16.moonrelay.v1.TokenIdsH\x00\x12\x17\n\nmax_tokens\x18\x05 \x01(\rH\x01\x88\x01\x01\x12\x18\n\x0btemperature\x18\x06 \x01(\x02H\x02\x88\x01\x01\x12\x12\n\x05top_p\x18\x07 \x01(\x02H\x03\x88\x01\x01\x12\x12\n\x05top_k\x18\x08 \x01(\rH\x04\x88\x01\x01\x12\x11\n\x04seed\x18\t \x01(\x04H\x05\x88\x01\x01\x12\x0c\n\x04stop\x18\n \x03(\t\x12\x19\n\x0ctop_logprobs\x18\x0b \x01(\rH\x06\x88\x01\x01\x12\x0e\n\x06tenant\x18\x0c \x01(\tB\x07\n\x05inputB\r\n\x0b_max_tokensB\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x07\n\x05_seedB\x0f\n\r_top_logprobs\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\x8a\x01\n\tChatInput\x12+\n\x08messages\x18\x01 \x03(\x0b\x32\x19.moonrelay.v1.ChatMessage\x12\x12\n\ntools_json\x18\x02 \x01(\t\x12\x15\n\x08thinking\x18\x03 \x01(\x08H\x00\x88\x01\x01\x12\x18\n\x10reasoning_effort\x18\x04 \x01(\tB\x0b\n\t_thinking\"\x97\x01\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\x12\x19\n\x11reasoning_content\x18\x03 \x01(\t\x12*\n\ntool_calls\x18\x04 \x03(\x0b\x32\x16.moonrelay.v1.ToolCall\x12\x14\n\x0ctool_call_id\x18\x05 \x01(\t\x12\x0c\n\x04name\x18\x06 \x01(\t\"7\n\x08ToolCall\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x11\n\targuments\x18\x03 \x01(\t\"b\n\rGenerateReply\x12$\n\x05\x64\x65lta\x18\x01 \x01(\x0b\x32\x13.moonrelay.v1.DeltaH\x00\x12\"\n\x04\x64one\x18\x02 \x01(\x0b\x32\x12.moonrelay.v1.DoneH\x00\x42\x07\n\x05reply\"\x89\x01\n\x05\x44\x65lta\x12\x19\n\x11reasoning_content\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\x12/\n\ntool_calls\x18\x03 \x03(\x0b\x32\x1b.moonrelay.v1.ToolCallDelta\x12#\n\x06tokens\x18\x04 \x03(\x0b\x32\x13.moonrelay.v1.Token\"K\n\rToolCallDelta\x12\r\n\x05index\x18\x01 \x01(\r\x12\n\n\x02id\x18\x02 \x01(\t\x12\x0c\n\x04name\x18\x03 \x01(\t\x12\x11\n\targuments\x18\x04 \x01(\t\"x\n\x04\x44one\x12\x15\n\rfinish_reason\x18\x01 \x01(\t\x12\x15\n\rprompt_tokens\x18\x02 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x03 \x01(\r\x12\'\n\x05\x63\x61\x63he\x18\x04 \x01(\x0b\x32\x18.moonrelay.v1.CacheUsage\"\x13\n\x11ListModelsRequest\"!\n\x0fListModelsReply\x12\x0e\n\x06models\x18\x01 \x03(\t2\xa4\x01\n\nGeneration\x12H\n\x08Generate\x12\x1d.moonrelay.v1.GenerateRequest\x1a\x1b.moonrelay.v1.GenerateReply0\x01\x12L\n\nListModels\x12\x1f.moonrelay.v1.ListModelsRequest\x1a\x1d.moonrelay.v1.ListModelsReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16moonrelay/v1/api.proto\x12\x0cmoonrelay.v1\x1a\x19moonrelay/v1/common.proto\"\xe4\x04\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\'\n\x04\x63hat\x18\x02 \x01(\x0b\x32\x17.moonrelay.v1.ChatInputH\x00\x12\x10\n\x06prompt\x18\x03 \x01(\tH\x00\x12,\n\nprompt_ids\x18\x04 \x01(\x0b\x32\x16.moonrelay.v1.TokenIdsH\x00\x12\x17\n\nmax_tokens\x18\x05 \x01(\rH\x01\x88\x01\x01\x12\x18\n\x0btemperature\x18\x06 \x01(\x02H\x02\x88\x01\x01\x12\x12\n\x05top_p\x18\x07 \x01(\x02H\x03\x88\x01\x01\x12\x12\n\x05top_k\x18\x08 \x01(\rH\x04\x88\x01\x01\x12\x11\n\x04seed\x18\t \x01(\x04H\x05\x88\x01\x01\x12\x0c\n\x04stop\x18\n \x03(\t\x12\x19\n\x0ctop_logprobs\x18\x0b \x01(\rH\x06\x88\x01\x01\x12\x0e\n\x06tenant\x18\x0c \x01(\t\x12\x1d\n\x10presence_penalty\x18\r \x01(\x02H\x07\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x0e \x01(\x02H\x08\x88\x01\x01\x12@\n\nlogit_bias\x18\x0f \x03(\x0b\x32,.moonrelay.v1.GenerateRequest.LogitBiasEntry\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\x07\n\x05inputB\r\n\x0b_max_tokensB\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x07\n\x05_seedB\x0f\n\r_top_logprobsB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penalty\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\x8a\x01\n\tChatInput\x12+\n\x08messages\x18\x01 \x03(\x0b\x32\x19.moonrelay.v1.ChatMessage\x12\x12\n\ntools_json\x18\x02 \x01(\t\x12\x15\n\x08thinking\x18\x03 \x01(\x08H\x00\x88\x01\x01\x12\x18\n\x10reasoning_effort\x18\x04 \x01(\tB\x0b\n\t_thinking\"\x97\x01\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\x12\x19\n\x11reasoning_content\x18\x03 \x01(\t\x12*\n\ntool_calls\x18\x04 \x03(\x0b\x32\x16.moonrelay.v1.ToolCall\x12\x14\n\x0ctool_call_id\x18\x05 \x01(\t\x12\x0c\n\x04name\x18\x06 \x01(\t\"7\n\x08ToolCall\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x11\n\targuments\x18\x03 \x01(\t\"b\n\rGenerateReply\x12$\n\x05\x64\x65lta\x18\x01 \x01(\x0b\x32\x13.moonrelay.v1.DeltaH\x00\x12\"\n\x04\x64one\x18\x02 \x01(\x0b\x32\x12.moonrelay.v1.DoneH\x00\x42\x07\n\x05reply\"\x89\x01\n\x05\x44\x65lta\x12\x19\n\x11reasoning_content\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\x12/\n\ntool_calls\x18\x03 \x03(\x0b\x32\x1b.moonrelay.v1.ToolCallDelta\x12#\n\x06tokens\x18\x04 \x03(\x0b\x32\x13.moonrelay.v1.Token\"K\n\rToolCallDelta\x12\r\n\x05index\x18\x01 \x01(\r\x12\n\n\x02id\x18\x02 \x01(\t\x12\x0c\n\x04name\x18\x03 \x01(\t\x12\x11\n\targuments\x18\x04 \x01(\t\"x\n\x04\x44one\x12\x15\n\rfinish_reason\x18\x01 \x01(\t\x12\x15\n\rprompt_tokens\x18\x02 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x03 \x01(\r\x12\'\n\x05\x63\x61\x63he\x18\x04 \x01(\x0b\x32\x18.moonrelay.v1.CacheUsage\"\x13\n\x11ListModelsRequest\"!\n\x0fListModelsReply\x12\x0e\n\x06models\x18\x01 \x03(\t2\xa4\x01\n\nGeneration\x12H\n\x08Generate\x12\x1d.moonrelay.v1.GenerateRequest\x1a\x1b.moonrelay.v1.GenerateReply0\x01\x12L\n\nListModels\x12\x1f.moonrelay.v1.ListModelsRequest\x1a\x1d.moonrelay.v1.ListModelsReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'moonrelay.v1.api_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
+  _globals['_GENERATEREQUEST_LOGITBIASENTRY']._loaded_options = None
+  _globals['_GENERATEREQUEST_LOGITBIASENTRY']._serialized_options = b'8\001'
   _globals['_GENERATEREQUEST']._serialized_start=68
-  _globals['_GENERATEREQUEST']._serialized_end=458
-  _globals['_TOKENIDS']._serialized_start=460
-  _globals['_TOKENIDS']._serialized_end=483
-  _globals['_CHATINPUT']._serialized_start=486
-  _globals['_CHATINPUT']._serialized_end=624
-  _globals['_CHATMESSAGE']._serialized_start=627
-  _globals['_CHATMESSAGE']._serialized_end=778
-  _globals['_TOOLCALL']._serialized_start=780
-  _globals['_TOOLCALL']._serialized_end=835
-  _globals['_GENERATEREPLY']._serialized_start=837
-  _globals['_GENERATEREPLY']._serialized_end=935
-  _globals['_DELTA']._serialized_start=938
-  _globals['_DELTA']._serialized_end=1075
-  _globals['_TOOLCALLDELTA']._serialized_start=1077
-  _globals['_TOOLCALLDELTA']._serialized_end=1152
-  _globals['_DONE']._serialized_start=1154
-  _globals['_DONE']._serialized_end=1274
-  _globals['_LISTMODELSREQUEST']._serialized_start=1276
-  _globals['_LISTMODELSREQUEST']._serialized_end=1295
-  _globals['_LISTMODELSREPLY']._serialized_start=1297
-  _globals['_LISTMODELSREPLY']._serialized_end=1330
-  _globals['_GENERATION']._serialized_start=1333
-  _globals['_GENERATION']._serialized_end=1497
+  _globals['_GENERATEREQUEST']._serialized_end=680
+  _globals['_GENERATEREQUEST_LOGITBIASENTRY']._serialized_start=503
+  _globals['_GENERATEREQUEST_LOGITBIASENTRY']._serialized_end=551
+  _globals['_TOKENIDS']._serialized_start=682
+  _globals['_TOKENIDS']._serialized_end=705
+  _globals['_CHATINPUT']._serialized_start=708
+  _globals['_CHATINPUT']._serialized_end=846
+  _globals['_CHATMESSAGE']._serialized_start=849
+  _globals['_CHATMESSAGE']._serialized_end=1000
+  _globals['_TOOLCALL']._serialized_start=1002
+  _globals['_TOOLCALL']._serialized_end=1057
+  _globals['_GENERATEREPLY']._serialized_start=1059
+  _globals['_GENERATEREPLY']._serialized_end=1157
+  _globals['_DELTA']._serialized_start=1160
+  _globals['_DELTA']._serialized_end=1297
+  _globals['_TOOLCALLDELTA']._serialized_start=1299
+  _globals['_TOOLCALLDELTA']._serialized_end=1374
+  _globals['_DONE']._serialized_start=1376
+  _globals['_DONE']._serialized_end=1496
+  _globals['_LISTMODELSREQUEST']._serialized_start=1498
+  _globals['_LISTMODELSREQUEST']._serialized_end=1517
+  _globals['_LISTMODELSREPLY']._serialized_start=1519
+  _globals['_LISTMODELSREPLY']._serialized_end=1552
+  _globals['_GENERATION']._serialized_start=1555
+  _globals['_GENERATION']._serialized_end=1719
 # @@protoc_insertion_point(module_scope)
