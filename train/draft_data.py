@@ -1,7 +1,8 @@
 """What the drafter learns from: the target's own continuations, with its taps and the law of every token.
 
-One forward gives all of it, so generating and labelling are the same pass. Laws are kept as their TOP likeliest
-tokens; taps in fp16 (their largest value is near 1e2).
+One forward gives all of it, so generating and labelling are the same pass. A law is kept whole, as the state that
+lm_head makes it from: at temperature 1 the 64 likeliest tokens of a small model hold only three quarters of it.
+States and taps are fp16 (the taps' largest value is near 1e2).
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from train.draft_prompts import Prompt
 from train.loops import NGRAM
 
 BLOCK_TOKENS = 64
-TOP = 64  # tokens of a law: what is left out is a few hundredths on average and counts as never drawn
+TOP = 8  # likeliest tokens of a law that are kept by name, beside its state
 MATCH_MAX = MATCH_MIN_DRAWN  # a longer one changes nothing for the drafter
 LOOP_TOKENS = 24  # a run of repeated tokens this long ends a continuation
 
@@ -32,9 +33,9 @@ class Sample:
     """One continuation.
 
     Shapes: ids [tokens] uint16; taps [tokens - 1, num_taps, hidden] fp16 (the last token was never consumed);
-    law_ids, law_logs [tokens - prompt, TOP] uint16, fp16: log-probabilities at temperature 1 of what token
-    prompt + i was chosen from; matched [tokens - prompt] uint8: how many of the newest tokens, up to MATCH_MAX, stood
-    earlier in the text together, token prompt + i the last of them.
+    states [tokens - prompt, hidden] fp16: lm_head makes of them the logits that token prompt + i was chosen from;
+    likeliest [tokens - prompt, TOP] uint16: the first of those; matched [tokens - prompt] uint8: how many of the
+    newest tokens, up to MATCH_MAX, stood earlier in the text together, token prompt + i the last of them.
     """
 
     kind: str
@@ -42,8 +43,8 @@ class Sample:
     prompt: int
     ids: NDArray[np.uint16]
     taps: NDArray[np.float16]
-    law_ids: NDArray[np.uint16]
-    law_logs: NDArray[np.float16]
+    states: NDArray[np.float16]
+    likeliest: NDArray[np.uint16]
     matched: NDArray[np.uint8]
 
     @property
@@ -72,8 +73,8 @@ class _Running:
         self.ids = list(prompt.ids)
         self.consumed = 0
         self.taps: list[NDArray[np.float16]] = []
-        self.law_ids: list[NDArray[np.uint16]] = []
-        self.law_logs: list[NDArray[np.float16]] = []
+        self.states: list[NDArray[np.float16]] = []
+        self.likeliest: list[NDArray[np.uint16]] = []
         self._seen: set[tuple[int, ...]] = set()
         self._run = 0
 
@@ -97,8 +98,8 @@ class _Running:
             prompt=len(self.prompt.ids),
             ids=np.array(self.ids, np.uint16),
             taps=np.concatenate(self.taps),
-            law_ids=np.stack(self.law_ids),
-            law_logs=np.stack(self.law_logs),
+            states=np.stack(self.states),
+            likeliest=np.stack(self.likeliest),
             matched=matches(self.ids)[len(self.prompt.ids) :],
         )
 
@@ -110,6 +111,7 @@ class Generator:
         self._target, self._prompts, self._settings, self._stop = target, prompts, settings, stop
         self._rng = random.Random(settings.seed)
         self._noise = torch.Generator().manual_seed(settings.seed)
+        self._from_logits = torch.linalg.pinv(target.lm_head.float()).T  # a backend gives logits, not what made them
         layout = target.layout(BLOCK_TOKENS)
         self._slot_blocks = -(-settings.context_max // BLOCK_TOKENS)
         self._rows = torch.zeros(settings.batch * self._slot_blocks, layout.block_floats)
@@ -150,19 +152,19 @@ class Generator:
         sizes = [len(segment.ids) for segment in segments]
         config = self._target.config
         taps = torch.empty(sum(sizes), len(self._settings.target_layers), config.hidden_size)
-        logs = self._target.forward(segments, self._rows, self._state, taps=taps).log_softmax(-1)
-        top = logs.topk(TOP)
-        law_ids, law_logs = top.indices.numpy().astype(np.uint16), top.values.numpy().astype(np.float16)
-        totals = logs.exp_().cumsum(-1)
+        logits = self._target.forward(segments, self._rows, self._state, taps=taps)
+        states = (logits @ self._from_logits).numpy().astype(np.float16)
+        likeliest = logits.topk(TOP).indices.numpy().astype(np.uint16)
+        totals = logits.softmax(-1).cumsum(-1)
         points = torch.rand(len(totals), 1, generator=self._noise) * totals[:, -1:]
         drawn = torch.searchsorted(totals, points, right=True)[:, 0].clamp(max=config.vocab_size - 1).tolist()
         parts = np.split(taps.numpy().astype(np.float16), np.cumsum(sizes)[:-1])
         for i, running in enumerate(self._running):
             running.consumed += sizes[i]
             running.taps.append(parts[i])
-            running.law_ids.append(law_ids[i])
-            running.law_logs.append(law_logs[i])
-            running.take(int(law_ids[i, 0]) if running.greedy else drawn[i])
+            running.states.append(states[i])
+            running.likeliest.append(likeliest[i])
+            running.take(int(likeliest[i, 0]) if running.greedy else drawn[i])
 
 
 def matches(ids: Sequence[int]) -> NDArray[np.uint8]:
@@ -176,7 +178,7 @@ def matches(ids: Sequence[int]) -> NDArray[np.uint8]:
     return found
 
 
-_ARRAYS = ("ids", "taps", "law_ids", "law_logs", "matched")
+_ARRAYS = ("ids", "taps", "states", "likeliest", "matched")
 
 
 def save(samples: Sequence[Sample], path: Path) -> None:
@@ -199,7 +201,7 @@ def load(path: Path) -> list[Sample]:
     ends = {
         "ids": np.cumsum(tokens),
         "taps": np.cumsum(tokens - 1),
-        **dict.fromkeys(("law_ids", "law_logs", "matched"), np.cumsum(tokens - prompts)),
+        **dict.fromkeys(("states", "likeliest", "matched"), np.cumsum(tokens - prompts)),
     }
     parts = {name: np.split(joined[name], ends[name][:-1]) for name in _ARRAYS}
     return [

@@ -1,7 +1,8 @@
-"""The headline of drafter training: tokens a verify step on held-out prompts at temperature 0.
+"""The headline of drafter training: tokens a verify step on held-out prompts, at temperature 0 and at 1.
 
-What the target writes at temperature 0 is fixed, so it is written once; a drafter is then judged at every place of
-it in a few batched passes, and the walk of accepted lengths gives what serving would do.
+What the target writes is the same whoever drafts, so it is written once; a drafter is then judged at every place of
+it in a few batched passes, and the walk of accepted lengths gives what serving would do. At temperature 1, too: of a
+text drawn from the target, verification keeps each drafted token with a chance that the two laws give.
 """
 
 from __future__ import annotations
@@ -13,8 +14,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor
 
 from model.batch import Verifier
@@ -29,6 +32,7 @@ from train.draft_prompts import Kind, Prompt, prose_of
 PROMPT_TOKENS = (96, 384)
 LOOP_GRAM = 16  # a step is in a loop when its last tokens, so many, stood earlier in the same output
 ANCHORS = 64  # judged at once
+WALKS = 8  # through a drawn text, whose accepted lengths are drawn too
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,40 +64,53 @@ def held_out_prompts(work: Path, tokenizer: Tokenizer, count: int, seed: int = 0
 
 
 def continuations(
-    target: Verifier, prompts: Sequence[Prompt], layers: tuple[int, ...], tokens: int, stop: int
+    target: Verifier,
+    prompts: Sequence[Prompt],
+    layers: tuple[int, ...],
+    tokens: int,
+    stop: int,
+    *,
+    greedy: bool = True,
 ) -> list[Sample]:
-    """What the target writes at temperature 0; one ends early where it goes round."""
+    """What the target writes at temperature 0, or draws at 1; one ends early where it goes round."""
     settings = GeneratorSettings(
         target_layers=layers,
         batch=min(32, len(prompts)),
         tokens_min=tokens,
         tokens_max=tokens,
         context_max=PROMPT_TOKENS[1] + tokens,
-        greedy_share=1.0,
+        greedy_share=1.0 if greedy else 0.0,
     )
     return list(Generator(target, iter(prompts), settings, stop))
 
 
 @torch.no_grad()
-def accepted(
+def chances(
     network: DraftNetwork, params: Mapping[str, Tensor], head: Tensor, sample: Sample, slots: int
-) -> list[int]:
-    """How many of `slots` drafted tokens the target would keep, for a block at each generated token but the last."""
+) -> NDArray[np.float32]:
+    """How likely verification keeps at least 1, 2, .. `slots` drafted tokens: [places, slots].
+
+    A place is each generated token that `slots` more follow. At temperature 0 it is certain: 0 or 1. At temperature 1
+    a draft is kept as the target's own draw with the least of 1 and the ratios drafter / target of the chances of its
+    first tokens: block verification.
+    Source: Block Verification, arXiv 2403.10444, of whose accepted length this is the mean over the drafts.
+    """
     ids = torch.from_numpy(sample.ids.astype("int64"))
-    taps = torch.from_numpy(sample.taps).float()[None]
-    out: list[int] = []
-    for start in range(sample.prompt, len(ids) - 1, ANCHORS):
-        places = torch.arange(start, min(start + ANCHORS, len(ids) - 1))
-        hidden = network.hidden(params, taps, ids[places][None], places[None], slots)[0]
-        logits = F.linear(hidden, head)
-        before, alive, kept = ids[places], torch.ones(len(places), dtype=torch.bool), torch.zeros(len(places))
-        for slot in range(slots):
-            before = (logits[:, slot] + params[W1][before] @ params[W2].T).argmax(-1)
-            wanted = places + slot + 1
-            alive &= (wanted < len(ids)) & (before == ids[wanted.clamp(max=len(ids) - 1)])
-            kept += alive
-        out += kept.int().tolist()
-    return out
+    taps, states = torch.from_numpy(sample.taps).float()[None], torch.from_numpy(sample.states).float()
+    out = [torch.empty(0, slots)]
+    for start in range(sample.prompt, len(ids) - slots, ANCHORS):
+        places = torch.arange(start, min(start + ANCHORS, len(ids) - slots))
+        along = places[:, None] + torch.arange(slots)
+        logits = F.linear(network.hidden(params, taps, ids[places][None], places[None], slots)[0], head)
+        logits += params[W1][ids[along]] @ params[W2].T
+        wanted = ids[along + 1]
+        if sample.greedy:  # as long as all are right, each stands behind the one that was drafted before it
+            out.append((logits.argmax(-1) == wanted).float().cumprod(-1))
+            continue
+        law = F.linear(states[along + 1 - sample.prompt], head)
+        mine, own = (of.log_softmax(-1).gather(-1, wanted[..., None])[..., 0] for of in (logits, law))
+        out.append((mine - own).cumsum(-1).cummin(-1).values.clamp(max=0.0).exp())
+    return torch.cat(out).numpy()
 
 
 def in_loop(output: Sequence[int]) -> list[bool]:
@@ -122,27 +139,37 @@ def acceptance(
     `lookup`: as it is served, with what the text itself gives tried first; else the network alone.
     """
     steps = tokens = looped = 0
+    rng = random.Random(0)
     for sample in samples:
-        kept = accepted(network, params, head, sample, slots)
+        likely = chances(network, params, head, sample, slots)
         ids = sample.ids.tolist()
         loops = in_loop(ids[sample.prompt :])
-        at = 0
-        while at + slots < len(kept):
-            found = copied(ids, sample.prompt + at, slots) if lookup else None
-            run = kept[at] if found is None else found
-            if loops[at]:
-                looped += 1
-            else:
-                steps, tokens = steps + 1, tokens + run + 1
-            at += run + 1
+        seen = [copied(ids, sample.prompt + at, slots, sample.greedy) for at in range(len(likely) if lookup else 0)]
+        for _ in range(1 if sample.greedy else WALKS):
+            at = 0
+            while at < len(likely):
+                found = seen[at] if lookup else None
+                run = int((likely[at] > rng.random()).sum()) if found is None else found
+                if loops[at]:
+                    looped += 1
+                else:
+                    steps, tokens = steps + 1, tokens + run + 1
+                at += run + 1
     total = steps + looped
     return Acceptance(tokens_per_step=tokens / max(1, steps), steps=steps, looped_share=looped / max(1, total))
 
 
-def copied(ids: Sequence[int], place: int, slots: int) -> int | None:
+def copied(ids: Sequence[int], place: int, slots: int, greedy: bool) -> int | None:
     """How many tokens are kept of what a look into the text drafts at `place`; None where nothing is found."""
     context = ids[: place + 1]
-    request = DraftRequest(anchor=ids[place], position=place, blocks=(), length=slots, context=lambda: context)
+    request = DraftRequest(
+        anchor=ids[place],
+        position=place,
+        blocks=(),
+        length=slots,
+        temperature=0.0 if greedy else 1.0,
+        context=lambda: context,
+    )
     found = looked_up(request)
     if found is None:
         return None

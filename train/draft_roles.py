@@ -120,10 +120,14 @@ class GeneratorRole:
 
 
 def write_held_out(settings: DraftSettings, prompts: Sequence[Prompt]) -> list[Sample]:
-    """What the target says at temperature 0 to prompts that nobody trains on."""
+    """What the target says at temperature 0, and draws at 1, to prompts that nobody trains on."""
     torch.set_num_threads(1)
-    layers = settings.sizes.target_layers
-    return draft_eval.continuations(load_target(settings), prompts, layers, HELD_OUT_TOKENS, settings.stop)
+    target, layers = load_target(settings), settings.sizes.target_layers
+    return [
+        sample
+        for greedy in (True, False)
+        for sample in draft_eval.continuations(target, prompts, layers, HELD_OUT_TOKENS, settings.stop, greedy=greedy)
+    ]
 
 
 class TrainerRole:
@@ -194,10 +198,10 @@ class TrainerRole:
     def evaluate(self, samples: Sequence[Sample]) -> dict[str, float]:
         """Tokens a verify step on held-out continuations, for each kind of prompt."""
         params, network, out = self._trainer.params, self._trainer.network, dict[str, float]()
-        for kind in sorted({sample.kind for sample in samples}):
-            own = [sample for sample in samples if sample.kind == kind]
+        for kind, greedy in sorted({(sample.kind, sample.greedy) for sample in samples}):
+            own = [sample for sample in samples if (sample.kind, sample.greedy) == (kind, greedy)]
             found = draft_eval.acceptance(network, params, self._head, own, self._config.block_len)
-            out[f"held_out_{kind}"] = found.tokens_per_step
+            out[f"held_out_{kind}" + ("" if greedy else "_drawn")] = found.tokens_per_step
         return out
 
     def restore(self, path: Path) -> int:

@@ -18,6 +18,8 @@ SAVE_S = 120.0
 CURVES = (
     ("held_out_code", "#4a7ebb", "tokens a verify step, held-out code"),
     ("held_out_prose", "#c0504d", "tokens a verify step, held-out prose"),
+    ("held_out_code_drawn", "#8fb3dd", "the same, code at temperature 1"),
+    ("held_out_prose_drawn", "#dd9a98", "the same, prose at temperature 1"),
 )
 
 

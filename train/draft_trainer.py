@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import bisect
 import json
+import math
 import random
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,16 +21,20 @@ from torch import Tensor
 from model.drafter.config import DrafterConfig
 from model.drafter.lookup import MATCH_MIN_DRAWN, MATCH_MIN_GREEDY
 from train.draft_data import Sample
-from train.draft_loss import overlap_loss
+from train.draft_loss import Vocabulary, overlap_loss
 from train.draft_network import CONFIDENCE, CONFIDENCE_BIAS, W1, W2, DraftNetwork
 from train.optimizer import Optimizer
 
 KNOWN_SHARE = 0.15  # of the blocks whose first tokens a look into the text would draft are learnt from
-GREEDY_PULL = 0.5  # greedy text: half of the aim is the token itself, since only the likeliest token is ever drawn
+# Greedy text is learnt at temperature 1/2: laws that overlap there agree about the likeliest token, which is all that
+# counts, and the same logits are right at temperature 1, which a pull towards the token itself would bend.
+GREEDY_SHARPNESS = 2.0
 SLOT_DECAY = 3.0  # slot k counts exp(-k / SLOT_DECAY): it is looked at only where all before it were kept
 SLOT_SHARES = {3: 0.15, 4: 0.3, 5: 0.35, 7: 0.2}  # blocks attend both ways, so every length has to be met
 CONFIDENCE_SHARE = 0.5  # of the confidence head's loss: the block has to carry what it sees, at some cost
-CANDIDATES = 8  # of each law: all those of a batch are the vocabulary that its loss is over, a third of the whole
+# A loss is over the likeliest tokens of all its batch's laws, a third of the vocabulary, and so many of the others,
+# each for several: at temperature 1 a tenth of a law lies there.
+OTHERS = 640
 WARMUP_STEPS = 20
 FINAL_RATE = 0.02
 
@@ -84,26 +90,26 @@ class Batch:
     """Blocks of several samples.
 
     Shapes: taps [sequences, tokens, num_taps, hidden]; ids, places [sequences, anchors]; before [.., slots]: the
-    token that each slot's follows; law_ids, chances, aims [.., slots, TOP]; weights [.., slots], 0 where a sample
-    ends; greedy [sequences] bool.
+    token that each slot's follows; states [.., slots, hidden], likeliest [.., slots, TOP]: the law behind it; weights
+    [.., slots], 0 where a sample ends; greedy [sequences] bool. `seed`: of what the loss draws.
     """
 
     taps: Tensor
     ids: Tensor
     places: Tensor
     before: Tensor
-    law_ids: Tensor
-    chances: Tensor
-    aims: Tensor
+    states: Tensor
+    likeliest: Tensor
     weights: Tensor
     greedy: Tensor
+    seed: int
 
 
 def collate(samples: Sequence[Sample], anchors: int, slots: int, rng: np.random.Generator) -> Batch:
     """`anchors` random blocks of every sample; a shorter one repeats some with weight 0."""
     length = max(len(s.ids) for s in samples) - 1
     taps = torch.zeros(len(samples), length, *samples[0].taps.shape[1:])
-    parts: dict[str, list[Tensor]] = {name: [] for name in ("ids", "places", "before", "law_ids", "logs", "weights")}
+    parts: dict[str, list[Tensor]] = defaultdict(list)
     for row, s in zip(taps, samples, strict=True):
         row[: len(s.taps)] = torch.from_numpy(s.taps)
         known = s.matched[:-1] >= (MATCH_MIN_GREEDY if s.greedy else MATCH_MIN_DRAWN)
@@ -118,26 +124,28 @@ def collate(samples: Sequence[Sample], anchors: int, slots: int, rng: np.random.
             ("ids", ids[s.prompt + chosen]),
             ("places", s.prompt + chosen),
             ("before", ids[s.prompt + law - 1]),
-            ("law_ids", s.law_ids[law].astype(np.int64)),
-            ("logs", s.law_logs[law].astype(np.float32)),
+            ("states", s.states[law].astype(np.float32)),
+            ("likeliest", s.likeliest[law].astype(np.int64)),
             ("weights", weights.astype(np.float32)),
         ):
             parts[name].append(torch.from_numpy(value))
     stacked = {name: torch.stack(values) for name, values in parts.items()}
-    chances = stacked.pop("logs").exp()
     greedy = torch.tensor([s.greedy for s in samples])
-    pull = torch.where(greedy, GREEDY_PULL, 0.0)[:, None, None, None]
-    aims = chances * (1 - pull)
-    aims[..., :1] += pull
-    return Batch(taps=taps, chances=chances, aims=aims, greedy=greedy, **stacked)
+    return Batch(taps=taps, greedy=greedy, seed=int(rng.integers(2**31)), **stacked)
 
 
-def shortlist(law_ids: Tensor, vocab: int) -> tuple[Tensor, Tensor]:
-    """The tokens among the likeliest CANDIDATES of any law, ascending, and `law_ids` as indices of them (-1: not)."""
-    tokens = torch.unique(law_ids[:, :CANDIDATES])
-    places = torch.full((vocab,), -1)
-    places[tokens] = torch.arange(len(tokens))
-    return tokens, places[law_ids]
+def vocabulary(likeliest: Tensor, head: Tensor, w2: Tensor, seed: int) -> Vocabulary:
+    """What laws are compared over: `likeliest` [any] of them, and OTHERS of the rest for all of it.
+
+    Shapes: head [vocab, hidden], w2 [vocab, rank].
+    """
+    named = torch.zeros(len(head), dtype=torch.bool).index_fill_(0, likeliest, True)
+    sure, rest = named.nonzero()[:, 0], (~named).nonzero()[:, 0]
+    drawn = rest[torch.randperm(len(rest), generator=torch.Generator().manual_seed(seed))[:OTHERS]]
+    standing = torch.zeros(len(sure) + len(drawn))
+    standing[len(sure) :] = math.log(len(rest) / max(1, len(drawn)))
+    tokens = torch.cat([sure, drawn])
+    return Vocabulary(head=head[tokens], w2=F.embedding(tokens, w2), standing=standing, sure=len(sure))
 
 
 class Trainer:
@@ -180,28 +188,26 @@ class Trainer:
 
     def loss(self, batch: Batch, ce_share: float) -> tuple[Tensor, dict[str, float]]:
         p, slots = self.params, batch.before.shape[-1]
-        hidden = self.network.hidden(p, batch.taps, batch.ids, batch.places, slots).flatten(0, 2)
-        markov = F.embedding(batch.before.flatten(), p[W1])
-        weights = batch.weights.flatten() / batch.weights.sum()
-        law_ids, aims, chances = (value.flatten(0, 2) for value in (batch.law_ids, batch.aims, batch.chances))
-        tokens, law_ids = shortlist(law_ids, len(self._head))
-        aims, chances = (value * (law_ids >= 0) for value in (aims, chances))
-        tables = self._head[tokens], F.embedding(tokens, p[W2])
-        losses = overlap_loss(hidden, markov, *tables, law_ids, aims, chances, weights, ce_share)
+        kept_slots = batch.weights.flatten() > 0
+        hidden = self.network.hidden(p, batch.taps, batch.ids, batch.places, slots).flatten(0, 2)[kept_slots]
+        markov = F.embedding(batch.before.flatten()[kept_slots], p[W1])
+        weights = batch.weights.flatten()[kept_slots] / batch.weights.sum()
+        greedy = batch.greedy[:, None, None].expand_as(batch.before).flatten()[kept_slots]
+        likeliest = batch.likeliest.flatten(0, 2)[kept_slots].flatten()
+        tokens = vocabulary(likeliest, self._head, p[W2], batch.seed)
+        states = batch.states.flatten(0, 2)[kept_slots]
+        sharpness = torch.where(greedy, GREEDY_SHARPNESS, 1.0)
+        losses = overlap_loss(hidden, markov, tokens, states, sharpness, weights, ce_share)
         # Kept or not: at temperature 0 a token must be the likeliest, else the overlap is its chance.
-        kept = torch.where(
-            batch.greedy[:, None, None].expand_as(batch.before).flatten(), losses.matched.float(), losses.overlap
-        )
+        kept = torch.where(greedy, losses.matched.float(), losses.overlap)
         seen = torch.cat([hidden, markov], 1)
         scores = F.linear(seen, p[CONFIDENCE], p[CONFIDENCE_BIAS])[:, 0]
         confidence = F.binary_cross_entropy_with_logits(scores, kept, weights, reduction="sum")
-        first = batch.weights[..., 0].flatten() > 0
         numbers = {
             "loss": losses.total.item(),
             "confidence_loss": confidence.item(),
             "overlap": float((losses.overlap * weights).sum()),
             "matched": float((losses.matched * weights).sum()),
-            "overlap_first": float(losses.overlap.view(-1, slots)[first, 0].mean()),
         }
         return losses.total + CONFIDENCE_SHARE * confidence, numbers
 

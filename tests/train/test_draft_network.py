@@ -12,8 +12,9 @@ import torch.nn.functional as F
 
 from model.drafter.config import DrafterConfig, Rope
 from model.drafter.network import Drafter
-from train.draft_loss import overlap_loss
+from train.draft_loss import Vocabulary, overlap_loss
 from train.draft_network import W1, W2, DraftNetwork, bigram_factors, initial
+from train.draft_trainer import vocabulary
 
 VOCAB, HIDDEN, TAPS = 50, 16, 2
 
@@ -61,26 +62,52 @@ def test_the_trained_network_drafts_what_the_served_one_does(slots: int) -> None
 def test_the_loss_is_the_plain_one(ce_share: float, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("train.draft_loss.SLICE", 4)
     torch.manual_seed(0)
-    slots, top, rank = 11, 6, 7
-    hidden, markov = torch.randn(slots, HIDDEN, requires_grad=True), torch.randn(slots, rank, requires_grad=True)
-    head, w2 = torch.randn(VOCAB, HIDDEN), torch.randn(VOCAB, rank, requires_grad=True)
-    law_ids = torch.stack([torch.randperm(VOCAB)[:top] for _ in range(slots)])
-    chances = (torch.randn(slots, top).softmax(-1) * 0.9).sort(-1, descending=True).values
-    aims, weights = 0.5 * chances, torch.rand(slots)
-    aims[:, 0] += 0.5
-    got = overlap_loss(hidden, markov, head, w2, law_ids, aims, chances, weights, ce_share)
+    slots, rank, sure, drawn = 11, 7, 20, 10
+    hidden, states, head = (torch.randn(n, HIDDEN).double() for n in (slots, slots, sure + drawn))
+    markov, w2 = torch.randn(slots, rank).double(), torch.randn(sure + drawn, rank).double()
+    weights, sharpness = torch.rand(slots).double(), torch.tensor([1.0, 2.0]).double().repeat(6)[:slots]
+    standing = torch.cat([torch.zeros(sure), torch.full((drawn,), math.log(4.0))]).double()
+    for value in (hidden, markov, w2):
+        value.requires_grad_()
+    vocabulary = Vocabulary(head=head, w2=w2, standing=standing, sure=sure)
+    got = overlap_loss(hidden, markov, vocabulary, states, sharpness, weights, ce_share)
     got_grads = torch.autograd.grad(got.total, [hidden, markov, w2])
 
-    logs = (hidden @ head.T + markov @ w2.T).log_softmax(-1)
-    aim = torch.zeros(slots, VOCAB).scatter(1, law_ids, aims)
-    each = ce_share * -(aim * logs).sum(-1) + (1 - ce_share) * (logs.exp() - aim).abs().sum(-1)
+    # A token that stands for four is four tokens, each with a quarter of it.
+    copies = torch.cat([torch.arange(sure), torch.arange(sure, sure + drawn).repeat(4)])
+    sharp = sharpness[:, None]
+    law = ((states @ head.T) * sharp)[:, copies].softmax(-1)
+    logits = (hidden @ head.T + markov @ w2.T) * sharp
+    logs = logits[:, copies].log_softmax(-1)
+    each = ce_share * -(law * logs).sum(-1) + (1 - ce_share) * (logs.exp() - law).abs().sum(-1)
     want = (each * weights).sum()
     torch.testing.assert_close(got.total, want)
     for mine, plain in zip(got_grads, torch.autograd.grad(want, [hidden, markov, w2]), strict=True):
         torch.testing.assert_close(mine, plain, rtol=1e-4, atol=1e-6)
-    law = torch.zeros(slots, VOCAB).scatter(1, law_ids, chances)
     torch.testing.assert_close(got.overlap, torch.minimum(logs.exp(), law).sum(-1).detach())
-    assert torch.equal(got.matched, logs.argmax(-1) == law_ids[:, 0])
+    likeliest = (states @ head.T)[:, :sure].argmax(-1)
+    assert torch.equal(got.matched, logits[:, :sure].argmax(-1) == likeliest)
+
+
+def test_a_part_of_the_vocabulary_gives_the_law_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over many draws of the tokens that stand for the others, distance and matches are those over all tokens."""
+    torch.manual_seed(0)
+    vocab, slots = 400, 6
+    head, w2 = 0.5 * torch.randn(vocab, HIDDEN), 0.3 * torch.randn(vocab, 3)
+    hidden, markov, states = torch.randn(slots, HIDDEN), torch.randn(slots, 3), torch.randn(slots, HIDDEN)
+    weights, sharpness = torch.full((slots,), 1 / slots), torch.ones(slots)
+    likeliest = (states @ head.T).topk(8).indices.flatten()
+
+    def total(others: int, seed: int) -> float:
+        monkeypatch.setattr("train.draft_trainer.OTHERS", others)
+        tokens = vocabulary(likeliest, head, w2, seed)
+        return float(overlap_loss(hidden, markov, tokens, states, sharpness, weights, 0.2).total)
+
+    whole = total(vocab, 0)
+    found = [total(100, seed) for seed in range(40)]
+    assert max(abs(value - whole) for value in found) < 0.2
+    assert abs(sum(found) / len(found) - whole) < 0.02
+    assert abs(total(0, 0) - whole) > 0.1, "what is left out would count"
 
 
 def test_the_markov_head_starts_as_the_bigrams() -> None:

@@ -8,16 +8,19 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
+from engine.verify import verify
 from model.config import load_config
 from model.drafter.network import load_drafter
 from tests.golden import golden_dir
 from train import draft_data, draft_eval, draft_trainer
 from train.draft_data import GeneratorSettings, Sample
+from train.draft_network import W1, W2
 from train.draft_prompts import Prompt, prose_of
 from train.draft_roles import DrafterSizes, DraftSettings, GeneratorRole, TrainerRole, load_target, mean_state
 from train.draft_run import CURVE_FILE, EXPORT, LOG_FILE, STATE_FILE, Journal, run_alone
@@ -96,9 +99,10 @@ def test_a_sample_holds_what_stepping_gives(samples: list[Sample], tmp_path: Pat
         rows, state = torch.zeros(1, layout.block_floats), torch.zeros(1, layout.slot_floats)
         segment = draft_data.Segment(ids=ids[:-1], start=0, slot=0, blocks=[0], logits="all")
         logs = target.forward([segment], rows, state, taps=taps).log_softmax(-1)[s.prompt - 1 :]
+        laws = torch.nn.functional.linear(torch.from_numpy(s.states).float(), target.lm_head.float()).log_softmax(-1)
         np.testing.assert_array_equal(taps.numpy().astype(np.float16), s.taps)
-        top = logs.topk(draft_data.TOP)
-        np.testing.assert_allclose(top.values.numpy(), s.law_logs, atol=2e-2)
+        torch.testing.assert_close(laws, logs, rtol=0, atol=2e-2)
+        np.testing.assert_array_equal(logs.topk(draft_data.TOP).indices.numpy(), s.likeliest)
         if s.greedy:
             assert ids[s.prompt :] == logs.argmax(-1).tolist()
 
@@ -120,7 +124,7 @@ def test_samples_come_back_from_disk(samples: list[Sample], tmp_path: Path) -> N
     draft_data.save(samples, tmp_path / "shard.npz")
     for mine, stored in zip(samples, draft_data.load(tmp_path / "shard.npz"), strict=True):
         assert (mine.kind, mine.greedy, mine.prompt) == (stored.kind, stored.greedy, stored.prompt)
-        for name in ("ids", "taps", "law_ids", "law_logs", "matched"):
+        for name in ("ids", "taps", "states", "likeliest", "matched"):
             np.testing.assert_array_equal(getattr(mine, name), getattr(stored, name))
 
 
@@ -138,10 +142,10 @@ def test_a_batch_lines_tokens_up_with_their_laws(samples: list[Sample]) -> None:
                 seen += 1
                 law = place + slot + 1 - s.prompt  # what the token behind the slot's was chosen from
                 assert batch.before[row, column, slot] == s.ids[place + slot]
-                np.testing.assert_array_equal(batch.law_ids[row, column, slot].numpy(), s.law_ids[law])
-                assert float(batch.aims[row, column, slot].sum()) <= 1.001
+                np.testing.assert_array_equal(batch.likeliest[row, column, slot].numpy(), s.likeliest[law])
+                np.testing.assert_array_equal(batch.states[row, column, slot].numpy(), s.states[law])
                 if s.greedy:
-                    assert s.law_ids[law][0] == s.ids[place + slot + 1]
+                    assert s.likeliest[law][0] == s.ids[place + slot + 1]
     assert seen > 100
 
 
@@ -156,18 +160,46 @@ def test_the_replay_forgets_the_oldest(samples: list[Sample]) -> None:
 
 def test_the_walk_counts_tokens_a_step(samples: list[Sample], monkeypatch: pytest.MonkeyPatch) -> None:
     """A drafter that is always right, one that never is, and one that the text itself replaces."""
-    sample = replace(samples[0], ids=np.arange(40, dtype=np.uint16) + 20, prompt=4)
+    sample = replace(samples[0], greedy=True, ids=np.arange(40, dtype=np.uint16) + 20, prompt=4)
     for kept, want in ((3, 4.0), (0, 1.0)):
-        monkeypatch.setattr(draft_eval, "accepted", lambda *_, kept=kept: [kept] * 35)
+        likely = np.tile(np.arange(3) < kept, (33, 1)).astype(np.float32)
+        monkeypatch.setattr(draft_eval, "chances", lambda *_, likely=likely: likely)
         found = draft_eval.acceptance(None, {}, torch.empty(0), [sample], 3)  # type: ignore[arg-type]
         assert (found.tokens_per_step, found.looped_share) == (want, 0.0)
     ids = [*range(20, 40), *range(20, 40)]
     repeated = replace(sample, ids=np.array(ids, np.uint16), prompt=20)
-    monkeypatch.setattr(draft_eval, "accepted", lambda *_: [0] * 19)
+    monkeypatch.setattr(draft_eval, "chances", lambda *_: np.zeros((17, 3), np.float32))
     alone = draft_eval.acceptance(None, {}, torch.empty(0), [repeated], 3, lookup=False)  # type: ignore[arg-type]
     both = draft_eval.acceptance(None, {}, torch.empty(0), [repeated], 3)  # type: ignore[arg-type]
     assert alone.tokens_per_step == 1.0 < both.tokens_per_step
-    assert draft_eval.copied(ids, 25, 3) == 3 and draft_eval.copied(ids, 5, 3) is None
+    assert draft_eval.copied(ids, 25, 3, True) == 3 and draft_eval.copied(ids, 5, 3, True) is None
+    assert draft_eval.copied(ids, 22, 3, True) == 3 and draft_eval.copied(ids, 22, 3, False) is None
+
+
+def test_chances_are_what_verification_keeps() -> None:
+    """The mean over all texts that the target may draw, against verifying drafts that the drafter draws."""
+    rng, slots, vocab, count = np.random.default_rng(0), 3, 4, 4_000
+    target, draft = (rng.dirichlet(np.ones(vocab), slots) for _ in range(2))
+    accepted = []
+    for _ in range(count):
+        tokens = (draft.cumsum(1) < rng.random((slots, 1))).sum(1)
+        verdict = verify("block", np.concatenate([target, target[:1]]), draft, tokens, rng.random(slots))
+        accepted.append(verdict.accepted)
+    network = SimpleNamespace(hidden=lambda _p, _t, _i, places, _s: torch.from_numpy(draft).log().float()[None, None])
+    params = {W1: torch.zeros(vocab, 1), W2: torch.zeros(vocab, 1)}
+    mean = np.zeros(slots)
+    for text in itertools.product(range(vocab), repeat=slots):
+        sample = Sample(
+            kind="code", greedy=False, prompt=0, ids=np.array([0, *text], np.uint16),
+            taps=np.zeros((slots, 1, 1), np.float16), likeliest=np.zeros((slots + 1, 1), np.uint16),
+            states=np.concatenate([np.zeros((1, vocab)), np.log(target)]).astype(np.float16),
+            matched=np.zeros(slots + 1, np.uint8),
+        )  # fmt: skip
+        likely = draft_eval.chances(network, params, torch.eye(vocab), sample, slots)[0]  # type: ignore[arg-type]
+        assert np.all(np.diff(likely) <= 0)
+        mean += likely * np.prod(target[np.arange(slots), text])
+    kept = [np.mean(np.array(accepted) > slot) for slot in range(slots)]
+    np.testing.assert_allclose(mean, kept, atol=0.03)
 
 
 def test_training_lowers_the_loss_and_the_drafter_loads(samples: list[Sample], tmp_path: Path) -> None:
