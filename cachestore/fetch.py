@@ -16,13 +16,16 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, Protocol
+from functools import lru_cache
+from itertools import repeat
+from typing import Literal, Protocol
 
 import grpc
 
 from cachestore.fetch_part import DraftRead, NodeKey, OtherForm, Part, UnreadableLease, run_of_drafts
-from cachestore.transports import ChecksumMismatch, Landing, Read, ReadHandle, ReadReport, Slice, TransportSet
-from moonrelay.errors import StaleEpoch
+from cachestore.repeated import Repeated
+from cachestore.transports import Batch, ChecksumMismatch, Landing, ReadHandle, ReadReport, Slice, TransportSet
+from moonrelay.errors import ServeError, StaleEpoch
 from moonrelay.membership import Member
 from moonrelay.stubs.v1 import cache_pb2
 from moonrelay.stubs.v1.common_pb2 import Peer
@@ -105,12 +108,7 @@ class Target:
     drafts: Sequence[Slice] = ()
 
 
-class _Landed(NamedTuple):
-    """A block that is in its place, verified."""
-
-    xxh3: int | None
-    node: NodeKey
-    on_disk: bool
+_Landed = tuple[int | None, NodeKey, bool]  # a block that is in its place, verified: xxh3, whence, from its disk
 
 
 class _Miss(Exception):  # an outcome, not an error; never leaves this module
@@ -156,8 +154,7 @@ class Fetch:
         self, bundle: CacheHit, parts: Sequence[Part], reports: Sequence[ReadReport], missed: _Miss | None
     ) -> FetchReport:
         end = bundle.snapshot.first_block
-        blocks = [self._landed[i] for i in range(end)]
-        counts = Counter((block.node, block.on_disk) for block in blocks)
+        sums, nodes, on_disk = zip(*(self._landed[i] for i in range(end)), strict=True)
         drafts: dict[int, DraftRead] = {d.block: d for part in parts for d in part.landed_drafts()}
         first = run_of_drafts(set(drafts), end)
         return FetchReport(
@@ -169,10 +166,10 @@ class Fetch:
             note=next((r.note for r in reports if r.note is not None), None),
             pull_seconds=max((r.pull_seconds for r in reports), default=0.0),
             verify_seconds=sum(r.verify_seconds for r in reports),
-            xxh3=tuple(block.xxh3 for block in blocks),
+            xxh3=sums,
             places=tuple(
-                Place(node=self._members[node], blocks=count, on_disk=on_disk)
-                for (node, on_disk), count in counts.items()
+                Place(node=self._members[node], blocks=count, on_disk=disk)
+                for (node, disk), count in Counter(zip(nodes, on_disk, strict=True)).items()
             ),
             draft_first=bundle.tokens // end * first,
             draft_xxh3=tuple(drafts[i].xxh3 for i in range(first, end)),
@@ -191,7 +188,7 @@ class Fetch:
                 if time.monotonic() > part.valid_until_s:
                     raise _Miss("tier_error", "a lease ended before the read did")
             for part in parts:
-                self._note_landed(part, part.blocks())
+                self._note_landed(part, len(part.sums))
             return parts, reports
         finally:
             if not self._to.landing.pending:  # else the leases end by themselves: their reads may still be under way
@@ -277,10 +274,10 @@ class Fetch:
             raise _Miss("stale_index" if error.code() in gone else "tier_error", error.details() or "") from None
         part.valid_until_s = asked_s + part.lease.ttl_ms / 1000
 
-    def _reads(self, parts: Sequence[Part], end: int) -> list[list[Read]]:
+    def _reads(self, parts: Sequence[Part], end: int) -> list[Batch]:
         """What each part brings. Raises: _Miss where a lease does not fit what was asked for."""
         try:
-            reads = [part.reads(self._to.rows, self._to.state) for part in parts]
+            batches = [part.reads(self._to.rows, self._to.state) for part in parts]
         except UnreadableLease as error:
             raise _Miss("tier_error", str(error)) from None
         except OtherForm as error:
@@ -289,32 +286,32 @@ class Fetch:
             for part in parts:
                 part.read_offer(self._to.drafts)
             first = run_of_drafts({block for part in parts for block in part.offered}, end)
-            for part, each in zip(parts, reads, strict=True):
-                each += part.draft_reads(first, self._to.drafts)
-        return reads
+            for part, batch in zip(parts, batches, strict=True):
+                part.add_drafts(batch, first, self._to.drafts)
+        return batches
 
-    async def _read(self, plans: Sequence[tuple[Part, list[Read]]], until_s: float) -> list[ReadReport]:
+    async def _read(self, plans: Sequence[tuple[Part, Batch]], until_s: float) -> list[ReadReport]:
         """Pull from every node at once, renewing the leases; the first failure that costs more than drafter rows
         stops the others. Raises: _Miss."""
         handles: list[ReadHandle] = []
-        for part, reads in plans:
-            peer = Peer.FromString(part.member.peer)
-            part.handle = self._to.landing.add(self._transports.read(peer, reads, until_s))
+        for part, batch in plans:
+            part.handle = self._to.landing.add(self._transports.read(_peer(part.member.peer), batch, until_s))
             handles.append(part.handle)
         parts = [part for part, _ in plans]
         period_s = min(part.lease.ttl_ms for part in parts if part.lease is not None) / 3000
+        renewing = Repeated(period_s, lambda: self._renew_all(parts, period_s))
         try:
-            waiting = {handle.settled for handle in handles}
-            while waiting:
-                _, waiting = await asyncio.wait(waiting, timeout=period_s, return_when=asyncio.FIRST_EXCEPTION)
-                if any(_failed(handle) and not part.whole for part, handle in zip(parts, handles, strict=True)):
-                    break
-                if waiting:
-                    await asyncio.gather(*(self._renew(part, period_s) for part in parts))
+            if len(handles) == 1:  # without the set's share of a short read's time
+                with contextlib.suppress(ServeError):
+                    await handles[0].settled
+            else:
+                await self._settled(parts, handles)
         except asyncio.CancelledError:
             for handle in handles:
                 handle.abort()
             raise
+        finally:
+            renewing.stop()
         error = next((found for handle in handles if (found := _failed(handle)) is not None), None)
         if error is not None:
             for handle in handles:
@@ -328,6 +325,17 @@ class Fetch:
             logger.info("drafter rows did not come", extra={"reason": str(error)})
         return [handle.settled.result() for handle in handles if _failed(handle) is None]
 
+    async def _settled(self, parts: Sequence[Part], handles: Sequence[ReadHandle]) -> None:
+        """Until every read is over, or one has failed that costs more than drafter rows."""
+        waiting = {handle.settled for handle in handles}
+        while waiting:
+            _, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_EXCEPTION)
+            if any(_failed(handle) and not part.whole for part, handle in zip(parts, handles, strict=True)):
+                return
+
+    async def _renew_all(self, parts: Sequence[Part], timeout_s: float) -> None:
+        await asyncio.gather(*(self._renew(part, timeout_s) for part in parts))
+
     async def _renew(self, part: Part, timeout_s: float) -> None:
         asked_s = time.monotonic()
         assert part.lease is not None
@@ -339,11 +347,9 @@ class Fetch:
         for part in parts:
             if part.handle is None or not part.handle.ended.done():
                 continue
-            entries, verified = part.entries(), part.handle.verified
-            # The entry of the first read that is not right; all before it are.
-            whole = part.entry_of[verified] if verified < len(part.entry_of) else len(entries)
+            entries, whole = part.entries(), part.whole_entries
             if time.monotonic() <= part.valid_until_s:
-                self._note_landed(part, [i for i in entries[:whole] if i >= 0])
+                self._note_landed(part, min(whole, len(part.sums)))
             error = _failed(part.handle)
             if isinstance(error, ChecksumMismatch):
                 if whole < len(entries):  # else only drafter rows
@@ -351,10 +357,18 @@ class Fetch:
             elif error is not None and not part.handle.aborted:
                 self._silent.add(part.key)
 
-    def _note_landed(self, part: Part, blocks: Sequence[int]) -> None:
-        key, sums, on_disk = part.key, part.sums, part.on_disk
-        self._members[key] = part.member
-        self._landed |= {i: _Landed(sums[i], key, i in on_disk) for i in blocks}
+    def _note_landed(self, part: Part, blocks: int) -> None:
+        """The part's first blocks are in their place."""
+        self._members[part.key] = part.member
+        landed = zip(part.sums, repeat(part.key), part.on_disk, strict=False)
+        self._landed.update(zip(part.blocks()[:blocks], landed, strict=False))
+
+
+@lru_cache(64)
+def _peer(packed: bytes) -> Peer:
+    """A member's description. To look at only."""
+    made: Peer = Peer.FromString(packed)
+    return made
 
 
 def _failed(handle: ReadHandle) -> BaseException | None:

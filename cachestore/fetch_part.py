@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+import numpy.typing as npt
 
 from cachestore.spans import DISK, unpack
-from cachestore.transports import Read, ReadHandle, Slice, Source
+from cachestore.transports import Batch, ReadHandle, Slice
 from moonrelay.membership import Member
 from moonrelay.stubs.v1 import cache_pb2
 
@@ -43,9 +44,9 @@ class Part:
     snapshot: int = 0
     lease: cache_pb2.LeaseReply | None = None
     valid_until_s: float = 0.0
-    entry_of: list[int] = field(default_factory=list)  # per read of an entry: which of `entries()`
-    sums: dict[int, int | None] = field(default_factory=dict)  # block to checksum
-    on_disk: set[int] = field(default_factory=set)
+    ends: npt.NDArray[np.bool_] = field(default_factory=lambda: np.zeros(0, bool))  # per span: the entry's last
+    sums: Sequence[int | None] = ()  # of `blocks()`; None where it came in pieces
+    on_disk: list[bool] = field(default_factory=list)  # of `blocks()`
     nbytes: int = 0  # of its entries
     offered: dict[int, list[Record]] = field(default_factory=dict)  # block to records of its drafter rows
     drafts: list[DraftRead] = field(default_factory=list)
@@ -58,7 +59,12 @@ class Part:
     @property
     def whole(self) -> bool:
         """The read has ended, and every entry has landed and agrees, whatever became of the drafter rows after it."""
-        return self.handle is not None and self.handle.ended.done() and self.handle.verified >= len(self.entry_of)
+        return self.handle is not None and self.handle.ended.done() and self.handle.verified >= len(self.ends)
+
+    @property
+    def whole_entries(self) -> int:
+        """So many of `entries()`, from the first on, are in their place and agree."""
+        return int(np.count_nonzero(self.ends[: self.handle.verified])) if self.handle is not None else 0
 
     def blocks(self) -> list[int]:
         return [i for first, end in self.ranges for i in range(first, end)]
@@ -72,40 +78,46 @@ class Part:
         verified = self.handle.verified if self.handle is not None else 0
         return [draft for draft in self.drafts if draft.reads <= verified]
 
-    def reads(self, rows: Sequence[Slice], state: Slice) -> list[Read]:
-        """Every leased span of an entry beside the part of our memory it belongs to.
+    def reads(self, rows: Sequence[Slice], state: Slice) -> Batch:
+        """Every leased span of an entry, to the part of our memory it belongs to.
 
         Raises: UnreadableLease, OtherForm.
         """
         assert self.lease is not None
-        blocks = self.blocks()
-        places = [rows[i] for i in blocks] + [state] * bool(self.snapshot)
+        places = [place for first, end in self.ranges for place in rows[first:end]]
+        num_blocks = len(places)
+        if self.snapshot:
+            places.append(state)
         try:
             records = unpack(self.lease.spans)
         except ValueError as error:
             raise UnreadableLease(f"an unreadable lease: {error}") from None
-        if int(np.count_nonzero(records["last"])) != len(places):
+        self.ends = records["last"] != 0
+        if int(np.count_nonzero(self.ends)) != len(places):
             raise UnreadableLease("the lease covers other entries than were asked for")
-        reads: list[Read] = []
-        entry_of, number, done = self.entry_of, 0, 0
-        sums: list[int | None] = []  # of entries
-        for pool, tier, last, offset, length, xxh3 in records.tolist():
-            place = places[number]
-            whole = bool(last) and not done
-            into = place if whole else Slice(place.pool, place.offset + done, length)
-            reads.append(Read(Source(pool, offset, length, xxh3), (into,)))
-            entry_of.append(number)
+        pieces: list[tuple[int, int, int, int, int]] = []
+        number = done = 0
+        into, at, size = places[0]
+        for pool, _, last, offset, length, _ in records.tolist():
+            pieces.append((pool, offset, into, at + done, length))
             done += length
-            if done > place.length or (last and done != place.length):
-                raise OtherForm(f"an entry has {done} bytes where {place.length} belong")
             if last:
-                sums.append(xxh3 if whole else None)
-                if tier == DISK and number < len(blocks):
-                    self.on_disk.add(blocks[number])
+                if done != size:
+                    raise OtherForm(f"an entry has {done} bytes where {size} belong")
                 number, done = number + 1, 0
-        self.sums = dict(zip(blocks, sums, strict=False))  # the snapshot's comes last
-        self.nbytes = sum(place.length for place in places)
-        return reads
+                if number < len(places):
+                    into, at, size = places[number]
+        sums: list[int] = records["xxh3"].tolist()
+        batch = Batch()
+        batch.add(pieces, records["length"].tolist(), sums)
+        self.sums, tiers = sums[:num_blocks], records["tier"]
+        if len(sums) != len(places):  # some in pieces: an entry with its checksum is one whose first span is its last
+            begins = np.concatenate(([True], self.ends[:-1]))[self.ends]
+            found = zip(records["xxh3"][self.ends].tolist(), begins.tolist(), range(num_blocks), strict=False)
+            self.sums, tiers = [xxh3 if whole else None for xxh3, whole, _ in found], tiers[self.ends]
+        self.on_disk = (tiers[:num_blocks] == DISK).tolist()
+        self.nbytes = sum(batch.lengths)
+        return batch
 
     def read_offer(self, draft_into: Sequence[Slice]) -> None:
         """Note which blocks' drafter rows the lease names, from the deepest upwards. What does not fit is as good as
@@ -125,21 +137,18 @@ class Part:
                     return
                 self.offered[block], group = group, []
 
-    def draft_reads(self, first: int, draft_into: Sequence[Slice]) -> list[Read]:
-        """The offered drafter rows of blocks from `first` on, deepest first: where one goes wrong, those that landed
-        before it are a run up to the hit's end."""
-        reads: list[Read] = []
+    def add_drafts(self, batch: Batch, first: int, draft_into: Sequence[Slice]) -> None:
+        """Also read the offered drafter rows of blocks from `first` on, deepest first: where one goes wrong, those
+        that landed before it are a run up to the hit's end."""
         for block, records in self.offered.items():
             if block < first:
                 break
-            place, done = draft_into[block], 0
+            (into, at, _), done = draft_into[block], 0
             for pool, _, _, offset, length, xxh3 in records:
-                into = Slice(place.pool, place.offset + done, length)
-                reads.append(Read(Source(pool, offset, length, xxh3), (into,)))
+                batch.add([(pool, offset, into, at + done, length)], [length], [xxh3])
                 done += length
             whole = records[0][5] if len(records) == 1 else None
-            self.drafts.append(DraftRead(block, len(self.entry_of) + len(reads), done, whole))
-        return reads
+            self.drafts.append(DraftRead(block, len(batch.lengths), done, whole))
 
 
 def run_of_drafts(blocks: set[int], end: int) -> int:

@@ -8,6 +8,7 @@ calls may follow each other before the first is answered, since Redis answers in
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import time
 from collections import deque
@@ -85,14 +86,13 @@ class ScriptLine:
                     )
         except TimeoutError:
             raise RedisTimeout("Redis does not take the connection") from None
-        try:
+        with contextlib.ExitStack() as undo:
+            undo.callback(line.end, ConnectionLost("the connection was refused"))
             if to.get("password"):
                 await line.send("AUTH", to.get("username") or "default", to["password"])
             if to.get("db"):
                 await line.send("SELECT", to["db"])
-        except BaseException:
-            line.end(ConnectionLost("the connection was refused"))
-            raise
+            undo.pop_all()
         return line
 
 

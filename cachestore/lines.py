@@ -20,7 +20,7 @@ from typing import Any, Final, NoReturn, TypeVar, cast
 import grpc
 from google.protobuf.message import DecodeError, Message
 
-from moonrelay.errors import ServeError, SettingsError
+from moonrelay.errors import SettingsError
 from moonrelay.stubs.v1 import cache_pb2
 
 HEADER: Final = struct.Struct("<HHIII")
@@ -118,13 +118,12 @@ class LineServer:
     """Serves a `CacheNodeServicer`'s lease calls beside gRPC: listening from `start`, answering while `run` runs.
 
     `at_once`, where there is one, is asked first, with a method's name and request: its reply needs no task and no
-    turn of the loop. None, or a fault, means that the method has to be asked.
+    turn of the loop. None means that the method has to be asked; it must not raise.
     """
 
     def __init__(self, servicer: Any, at_once: Callable[[str, Any], Message | None] | None = None) -> None:
         self.servicer, self.at_once = servicer, at_once
         self.group: asyncio.TaskGroup | None = None
-        self.bug: asyncio.Future[None] | None = None  # done by what `at_once` must never raise
         self.open: set[_ServerLine] = set()
         self._server: asyncio.Server | None = None
 
@@ -138,10 +137,9 @@ class LineServer:
 
     async def run(self) -> None:
         """Until cancelled; a servicer's bug ends it."""
-        self.bug = asyncio.get_running_loop().create_future()
         try:
             async with asyncio.TaskGroup() as self.group:
-                await self.bug
+                await asyncio.Event().wait()
         finally:
             self.group = None
 
@@ -191,23 +189,13 @@ class _ServerLine(_Frames):
             except DecodeError:
                 self._refuse(call_id, grpc.StatusCode.INVALID_ARGUMENT, f"not a {request_type.DESCRIPTOR.name}")
                 return
-            reply = self._at_once(name, request)
+            reply = self._owner.at_once(name, request) if self._owner.at_once is not None else None
             if reply is not None:
                 self.send(OK, call_id, 0, reply.SerializeToString())
                 return
             call = self._owner.group.create_task(self._answer(name, call_id, timeout_ms, request))
             self._calls.add(call)
             call.add_done_callback(self._calls.discard)
-
-    def _at_once(self, name: str, request: Message) -> Message | None:
-        try:
-            return self._owner.at_once(name, request) if self._owner.at_once is not None else None
-        except ServeError:
-            return None
-        except BaseException as bug:
-            if self._owner.bug is not None and not self._owner.bug.done():
-                self._owner.bug.set_exception(bug)
-            raise
 
     async def _answer(self, name: str, call_id: int, timeout_ms: int, request: Message) -> None:
         try:

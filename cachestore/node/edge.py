@@ -90,14 +90,20 @@ class CacheNodeEdge(cache_pb2_grpc.CacheNodeServicer):
                 was_idle = False
 
     def at_once(self, name: str, request: Any) -> Any:
-        """The reply to a lease call that waits for nothing; None where its method has to be awaited. Raises what
-        `_lease` does; then too the method should be asked, which says so and counts it."""
-        if name == "Lease":
-            return self._lease_from_memory(request)
-        if name == "Renew":
-            return self._renew(request)
-        self._core.release(request.lease_id, request.fence)
-        return cache_pb2.ReleaseReply()
+        """The reply to a lease call that waits for nothing; None where its method has to be awaited, and where it is
+        refused, which the method says and counts."""
+        try:
+            if name == "Lease":
+                return self._lease_from_memory(request)
+            if name == "Renew":
+                return self._renew(request)
+            self._core.release(request.lease_id, request.fence)
+            return cache_pb2.ReleaseReply()
+        except ServeError:
+            return None
+        except Exception as bug:
+            self._on_bug(bug)
+            raise
 
     async def _lease(self, request: cache_pb2.LeaseRequest, remaining_s: float | None) -> cache_pb2.LeaseReply:
         """All of the named entries or none; what is on disk only is read into memory first.

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol
 
-from moonrelay.errors import DeadlineExceeded, ServeError, TransferError
+from moonrelay.errors import DeadlineExceeded, InvariantError, ServeError, TransferError
 from moonrelay.stubs.v1.common_pb2 import Peer, Span
 
 TransportName = Literal["nixl", "tcp", "memory"]
@@ -28,9 +28,6 @@ class ReadTimeout(DeadlineExceeded):
     def __init__(self, message: str, ended: asyncio.Future[None]) -> None:
         super().__init__(message)
         self.ended = ended
-
-
-# Of these a fetch makes thousands, so they are tuples: a frozen dataclass takes four times as long to make.
 
 
 class Slice(NamedTuple):
@@ -55,6 +52,68 @@ class Read(NamedTuple):
 
     span: Span | Source
     into: tuple[Slice, ...]
+
+
+class Segment(NamedTuple):
+    """A range that is contiguous on both sides, of one span or of several that follow each other."""
+
+    remote_pool: int
+    remote_offset: int
+    pool: int
+    offset: int
+    length: int
+
+
+class Batch:
+    """Many reads as the transports take them: no object for each span.
+
+    `runs`: what moves, in the spans' order; what goes on without a gap on both sides is one, since each costs a
+    descriptor and a walk over it in the system call. `lengths`, `sums`: of each span, whose bytes end anywhere in
+    a run.
+    """
+
+    __slots__ = ("lengths", "runs", "sums")
+
+    def __init__(self) -> None:
+        self.runs: list[Segment] = []
+        self.lengths: list[int] = []
+        self.sums: list[int] = []
+
+    @classmethod
+    def of(cls, reads: Sequence[Read]) -> Batch:
+        """Raises: InvariantError where a span's landing slices are not as long as it is."""
+        made, pieces = cls(), []
+        for span, into in reads:
+            at = span.offset
+            for pool, offset, length in into:
+                pieces.append((span.pool, at, pool, offset, length))
+                at += length
+            if at != span.offset + span.length:
+                raise InvariantError(f"a span of {span.length} bytes does not fit its landing slices")
+        made.add(pieces, [read.span.length for read in reads], [read.span.xxh3 for read in reads])
+        return made
+
+    def add(
+        self, pieces: Iterable[tuple[int, int, int, int, int]], lengths: Iterable[int], sums: Iterable[int]
+    ) -> None:
+        """Further spans: their pieces in order, as `Segment` names their numbers, and each span's length and xxh3."""
+        self.lengths += lengths
+        self.sums += sums
+        remote_pool, theirs, pool, ours, length = self.runs.pop() if self.runs else (-1, 0, -1, 0, 0)
+        for piece_remote, piece_theirs, piece_pool, piece_ours, more in pieces:
+            if (
+                piece_theirs == theirs + length
+                and piece_ours == ours + length
+                and piece_remote == remote_pool
+                and piece_pool == pool
+            ):
+                length += more
+                continue
+            if remote_pool >= 0:
+                self.runs.append(Segment(remote_pool, theirs, pool, ours, length))
+            remote_pool, theirs, pool, ours, length = piece_remote, piece_theirs, piece_pool, piece_ours, more
+        if remote_pool >= 0:
+            self.runs.append(Segment(remote_pool, theirs, pool, ours, length))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,7 +154,8 @@ class ReadHandle:
 
     @property
     def settled(self) -> asyncio.Future[ReadReport]:
-        """Done once the read has succeeded, failed or passed its deadline. To wait on: cancelling it does nothing."""
+        """Done once the read has succeeded, failed or passed its deadline. One who is cancelled while awaiting it has
+        to abort the read."""
         return self._report
 
     def __await__(self) -> Generator[Any, None, ReadReport]:
@@ -175,6 +235,6 @@ class Transport(Protocol):
 
     def describe(self, peer: Peer) -> None: ...
 
-    def submit(self, handle: ReadHandle, peer: Peer, reads: Sequence[Read], note: str | None = None) -> None: ...
+    def submit(self, handle: ReadHandle, peer: Peer, batch: Batch, note: str | None = None) -> None: ...
 
     async def close(self) -> None: ...

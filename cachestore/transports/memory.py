@@ -5,9 +5,7 @@ A stopped peer behaves like the worst real one: reads stay in flight past their 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from cachestore.transports.base import Read, ReadHandle, ReadReport, TransportName
+from cachestore.transports.base import Batch, ReadHandle, ReadReport, TransportName
 from cachestore.transports.plan import Verifier, groups
 from cachestore.transports.pools import Pools
 from moonrelay.errors import ServeError, StaleEpoch, TransferError
@@ -53,13 +51,13 @@ class MemoryFabric:
 
 
 class _Pending:
-    def __init__(self, transport: MemoryTransport, handle: ReadHandle, peer: Peer, reads: Sequence[Read]) -> None:
-        self._transport, self._handle, self._peer, self._reads = transport, handle, peer, reads
+    def __init__(self, transport: MemoryTransport, handle: ReadHandle, peer: Peer, batch: Batch) -> None:
+        self._transport, self._handle, self._peer, self._batch = transport, handle, peer, batch
 
     def run(self, fabric: MemoryFabric) -> None:
         try:
             source = fabric.find(self._peer)
-            report = self._transport.copy(source, self._reads, self._handle)
+            report = self._transport.copy(source, self._batch, self._handle)
         except ServeError as error:
             self._handle.fail(error)
         else:
@@ -78,17 +76,17 @@ class MemoryTransport:
     def describe(self, peer: Peer) -> None:
         """Nothing to add: the fabric knows."""
 
-    def submit(self, handle: ReadHandle, peer: Peer, reads: Sequence[Read], note: str | None = None) -> None:
+    def submit(self, handle: ReadHandle, peer: Peer, batch: Batch, note: str | None = None) -> None:
         handle.note, handle.transport = note, self.name
-        self._fabric.run(peer.instance_id, _Pending(self, handle, peer, reads))
+        self._fabric.run(peer.instance_id, _Pending(self, handle, peer, batch))
 
-    def copy(self, source: Pools, reads: Sequence[Read], handle: ReadHandle) -> ReadReport:
+    def copy(self, source: Pools, batch: Batch, handle: ReadHandle) -> ReadReport:
         """Move and verify every segment. Raises: TransferError out of the peer's range, ChecksumMismatch."""
-        verifier, moved = Verifier(reads, self._pools, handle), 0
-        for read in reads:
-            if not source.holds(read.span.pool, read.span.offset, read.span.length):
-                raise TransferError(f"refused: pool {read.span.pool} offset {read.span.offset} is not registered")
-        for group in groups(reads):
+        verifier, moved = Verifier(batch, self._pools, handle), 0
+        for run in batch.runs:
+            if not source.holds(run.remote_pool, run.remote_offset, run.length):
+                raise TransferError(f"refused: pool {run.remote_pool} offset {run.remote_offset} is not registered")
+        for group in groups(batch):
             for segment in group:
                 data = source.view(segment.remote_pool, segment.remote_offset, segment.length)
                 self._pools.view(segment.pool, segment.offset, segment.length)[:] = data

@@ -13,10 +13,10 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from cachestore.transports.base import Read, ReadHandle, TransportName
+from cachestore.transports.base import Batch, ReadHandle, TransportName
 from cachestore.transports.nixl_agent import Agent, Remote, Transfer
 from cachestore.transports.pools import Pools
 from cachestore.transports.probe import LANDING_SLOTS, ProbePage, has_rdma, host_id, why_not_shared_memory
@@ -48,7 +48,7 @@ def prepare_environment() -> None:
 class _Submit:
     handle: ReadHandle
     peer: Peer
-    reads: Sequence[Read]
+    batch: Batch
 
 
 class NixlTransport:
@@ -58,11 +58,11 @@ class NixlTransport:
         self._agent_name = f"{instance_id}.{epoch}"
         self._pools = pools
         self._page = ProbePage()
-        self._commands: queue.Queue[_Submit | None] = queue.Queue(QUEUE_LEN_MAX)
+        self._commands: queue.SimpleQueue[_Submit | None] = queue.SimpleQueue()  # in C: half of a hop's cost less
         self._metadata = b""
         self._thread: threading.Thread | None = None
         # Takes a read that NIXL should not do, with the reason; set before start by whoever holds both transports.
-        self.fallback: Callable[[ReadHandle, Peer, Sequence[Read], str], None] = _no_fallback
+        self.fallback: Callable[[ReadHandle, Peer, Batch, str], None] = _no_fallback
 
     async def start(self) -> None:
         """Make the agent and register the pools. Raises: Unavailable where NIXL does not work."""
@@ -91,19 +91,19 @@ class NixlTransport:
         peer.probe.CopyFrom(self._page.span())
         peer.pools.add(id=self._page.span().pool, base=self._page.base, length=self._page.length)
 
-    def submit(self, handle: ReadHandle, peer: Peer, reads: Sequence[Read], note: str | None = None) -> None:
+    def submit(self, handle: ReadHandle, peer: Peer, batch: Batch, note: str | None = None) -> None:
         if self._thread is None or not self._thread.is_alive():
             raise InvariantError("the NIXL thread is not running")
         handle.transport = self.name
-        try:
-            self._commands.put_nowait(_Submit(handle, peer, reads))
-        except queue.Full:
+        if self._commands.qsize() >= QUEUE_LEN_MAX:
             handle.fail(TransferError(f"more than {QUEUE_LEN_MAX} reads are waiting for the NIXL thread"))
+        else:
+            self._commands.put(_Submit(handle, peer, batch))
 
     async def close(self) -> None:
         """End the agent. Reads in flight fail; peers that still know this process get a typed error."""
         if self._thread is not None and self._thread.is_alive():
-            await asyncio.to_thread(self._commands.put, None)
+            self._commands.put(None)
             await asyncio.to_thread(self._thread.join)
 
     # Below: the NIXL thread.
@@ -124,14 +124,16 @@ class NixlTransport:
             agent.close()
 
 
-def _no_fallback(handle: ReadHandle, peer: Peer, reads: Sequence[Read], reason: str) -> None:
+def _no_fallback(handle: ReadHandle, peer: Peer, batch: Batch, reason: str) -> None:
     handle.fail(TransferError(f"no way to {peer.instance_id}: {reason}"))
 
 
 class _Loop:
     """The NIXL thread's state: remotes by (instance, epoch), transfers in flight."""
 
-    def __init__(self, agent: Agent, commands: queue.Queue[_Submit | None], fallback: Callable[..., None]) -> None:
+    def __init__(
+        self, agent: Agent, commands: queue.SimpleQueue[_Submit | None], fallback: Callable[..., None]
+    ) -> None:
         self._agent = agent
         self._commands = commands
         self._fallback = fallback
@@ -155,7 +157,7 @@ class _Loop:
             pause_s = 0.0 if moved else min(0.001, pause_s + 0.00002)
 
     def _take(self, command: _Submit) -> None:
-        handle, peer, reads = command.handle, command.peer, command.reads
+        handle, peer, batch = command.handle, command.peer, command.batch
         if handle.aborted:
             handle.end()
             return
@@ -163,13 +165,13 @@ class _Loop:
         if remote is None:
             return
         if remote.connecting and not remote.parked:
-            remote.waiting.append((handle, reads))
+            remote.waiting.append((handle, batch))
         elif remote.parked:
-            self._fallback(handle, peer, reads, "NIXL found no answer at the peer")
+            self._fallback(handle, peer, batch, "NIXL found no answer at the peer")
         elif remote.suspect:
             handle.fail(TransferError(f"{peer.instance_id} does not answer an earlier read"))
         else:
-            self._active.append(Transfer(self._agent, remote, handle, reads))
+            self._active.append(Transfer(self._agent, remote, handle, batch))
 
     def _connect(self, command: _Submit) -> Remote | None:
         """Load the peer's metadata and begin the probe read; None if the read went to the fallback."""
@@ -185,7 +187,7 @@ class _Loop:
             except TransferError as error:
                 reason = str(error)
         if reason is not None:
-            self._fallback(command.handle, peer, command.reads, reason)
+            self._fallback(command.handle, peer, command.batch, reason)
             return None
         self._remotes[peer.instance_id, peer.epoch] = remote
         return remote
@@ -223,7 +225,7 @@ class _Loop:
             return False
         if outcome == "":
             remote.parked = False
-            self._active += [Transfer(self._agent, remote, handle, reads) for handle, reads in remote.waiting]
+            self._active += [Transfer(self._agent, remote, handle, batch) for handle, batch in remote.waiting]
             remote.waiting = []
             logger.info("nixl peer connected", extra={"peer": key[0], "epoch": key[1]})
         else:
@@ -232,8 +234,8 @@ class _Loop:
         return True
 
     def _divert(self, remote: Remote, reason: str) -> None:
-        for handle, reads in remote.waiting:
-            self._fallback(handle, remote.peer, reads, reason)
+        for handle, batch in remote.waiting:
+            self._fallback(handle, remote.peer, batch, reason)
         remote.waiting = []
 
     def fail_all(self) -> None:

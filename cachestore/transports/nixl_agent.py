@@ -12,7 +12,6 @@ import importlib
 import logging
 import time
 from collections import deque
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,8 +19,8 @@ from typing import Any
 import numpy as np
 
 from cachestore.checksum import checksum
-from cachestore.transports.base import ChecksumMismatch, Read, ReadHandle, ReadReport
-from cachestore.transports.plan import Segment, Verifier, groups
+from cachestore.transports.base import Batch, ChecksumMismatch, ReadHandle, ReadReport, Segment
+from cachestore.transports.plan import Verifier, groups
 from cachestore.transports.pools import Pools
 from cachestore.transports.probe import LANDING_SLOTS, PROBE_BYTES, PROBE_POOL, ProbePage
 from moonrelay.errors import ServeError, TransferError, Unavailable
@@ -49,7 +48,7 @@ class Remote:
     dead: bool = False
     suspect: bool = False
     num_active: int = 0
-    waiting: list[tuple[ReadHandle, Sequence[Read]]] = field(default_factory=list)
+    waiting: list[tuple[ReadHandle, Batch]] = field(default_factory=list)
 
 
 class Agent:
@@ -180,16 +179,16 @@ class Transfer:
     hashing overlaps with the next pull; the read is settled there too, after its last group.
     """
 
-    def __init__(self, agent: Agent, remote: Remote, handle: ReadHandle, reads: Sequence[Read]) -> None:
+    def __init__(self, agent: Agent, remote: Remote, handle: ReadHandle, batch: Batch) -> None:
         self.handle = handle
         self.over = False
         self._agent, self._remote = agent, remote
-        self._groups = groups(reads)
+        self._groups = groups(batch)
         self._next = next(self._groups, None)
         self._begun = self._inline = False
         self._flying: deque[tuple[Xfer, bool, list[Segment]]] = deque()
-        self._verifier = Verifier(reads, agent.pools, handle)
-        self._bytes = sum(read.span.length for read in reads)
+        self._verifier = Verifier(batch, agent.pools, handle)
+        self._bytes = sum(batch.lengths)
         self._error: ServeError | None = None
         self._started = time.perf_counter()
         remote.num_active += 1

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 from cachestore.transports import plan
-from cachestore.transports.base import Read, ReadHandle, Transport
+from cachestore.transports.base import Batch, Read, ReadHandle, Transport
 from cachestore.transports.memory import MemoryFabric, MemoryTransport
 from cachestore.transports.nixl import NixlTransport
 from cachestore.transports.pools import Pools
@@ -91,7 +91,7 @@ class TransportSet:
     def view(self, pool_id: int, offset: int, length: int) -> memoryview:
         return self._pools.view(pool_id, offset, length)
 
-    def read(self, peer: Peer, reads: Sequence[Read], deadline_s: float) -> ReadHandle:
+    def read(self, peer: Peer, reads: Sequence[Read] | Batch, deadline_s: float) -> ReadHandle:
         """Start pulling; await the handle for the report. Event-loop thread only.
 
         Raises: InvariantError for landing slices outside our pools. The handle raises TransferError,
@@ -99,7 +99,8 @@ class TransportSet:
         """
         if self._first is None:
             raise InvariantError("read before start")
-        plan.check(reads, self._pools)
+        batch = reads if isinstance(reads, Batch) else Batch.of(reads)
+        plan.check(batch, self._pools)
         handle = ReadHandle(peer.instance_id, deadline_s)
         newest = self._newest.get(peer.instance_id, 0)
         if peer.epoch < newest:
@@ -107,11 +108,11 @@ class TransportSet:
             return handle
         self._newest[peer.instance_id] = peer.epoch
         ranges = {pool.id: pool.length for pool in peer.pools}
-        for span, _ in reads:
-            if span.offset + span.length > ranges.get(span.pool, 0):
-                handle.fail(TransferError(f"{peer.instance_id} has no such range in pool {span.pool}"))
+        for run in batch.runs:
+            if run.remote_offset + run.length > ranges.get(run.remote_pool, 0):
+                handle.fail(TransferError(f"{peer.instance_id} has no such range in pool {run.remote_pool}"))
                 return handle
-        self._first.submit(handle, peer, reads, self._note)
+        self._first.submit(handle, peer, batch, self._note)
         return handle
 
     def connect(self, peer: Peer, deadline_s: float) -> ReadHandle:

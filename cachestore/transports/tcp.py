@@ -13,12 +13,12 @@ import itertools
 import socket
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 
 from cachestore.transports import wire
-from cachestore.transports.base import Read, ReadHandle, ReadReport, ReadTimeout, TransportName
-from cachestore.transports.plan import Segment, Verifier, groups
+from cachestore.transports.base import Batch, ReadHandle, ReadReport, ReadTimeout, Segment, TransportName
+from cachestore.transports.plan import Verifier, groups
 from cachestore.transports.pools import Pools
 from cachestore.transports.tcp_server import TcpServer, receive, send, tune
 from cachestore.transports.wire import Status
@@ -50,12 +50,12 @@ class TcpTransport:
         assert self._server is not None
         peer.tcp_address = f"{self._advertise or self._host}:{self._server.port}"
 
-    def submit(self, handle: ReadHandle, peer: Peer, reads: Sequence[Read], note: str | None = None) -> None:
+    def submit(self, handle: ReadHandle, peer: Peer, batch: Batch, note: str | None = None) -> None:
         handle.note, handle.transport = note, self.name
         if not self._waiting.acquire(blocking=False):
             handle.fail(TransferError(f"more than {WAITING_MAX} reads are waiting for a TCP connection"))
             return
-        self._workers.submit(self._read, _Reading(handle, peer, reads))
+        self._workers.submit(self._read, _Reading(handle, peer, batch))
 
     async def close(self) -> None:
         with self._lock:
@@ -106,11 +106,11 @@ class TcpTransport:
 
     def _transfer(self, reading: _Reading, sock: socket.socket) -> ReadReport:
         started = time.perf_counter()
-        verifier = Verifier(reading.reads, self._pools, reading.handle)
+        verifier = Verifier(reading.batch, self._pools, reading.handle)
         kept = False
         try:
             reading.use(sock)
-            for request in _requests(groups(reading.reads)):
+            for request in _requests(groups(reading.batch)):
                 self._request(reading, sock, request)
                 for group in request:
                     for segment in group:
@@ -180,8 +180,8 @@ class TcpTransport:
 class _Reading:
     """One read's worker-side state. `stop` may come from the loop's thread at any moment."""
 
-    def __init__(self, handle: ReadHandle, peer: Peer, reads: Sequence[Read]) -> None:
-        self.handle, self.peer, self.reads = handle, peer, reads
+    def __init__(self, handle: ReadHandle, peer: Peer, batch: Batch) -> None:
+        self.handle, self.peer, self.batch = handle, peer, batch
         self.moved = 0
         self._sock: socket.socket | None = None
         self._lock = threading.Lock()

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from cachestore.arena import Arena
 from cachestore.checksum import checksum
-from cachestore.transports import ChecksumMismatch, Read, Slice, Source, plan
+from cachestore.transports import Batch, ChecksumMismatch, Read, Slice, Source, plan
 from cachestore.transports.pools import Pools
 
 OURS, THEIRS, ROOM = 1, 7, 1 << 16
@@ -49,12 +49,13 @@ def test_every_byte_moves_once_and_the_first_wrong_span_is_named(
     if bad is not None:
         sums[bad] ^= 1
     promised = [Read(span._replace(xxh3=xxh3), into) for (span, into), xxh3 in zip(wanted, sums, strict=True)]
-    plan.check(promised, pools)
+    batch = Batch.of(promised)
+    plan.check(batch, pools)
     handle = SimpleNamespace(verified=None)
-    verifier = plan.Verifier(promised, pools, handle)
+    verifier = plan.Verifier(batch, pools, handle)
     moved = 0
     with mock.patch.multiple(plan, GROUP_BYTES=group_bytes, GROUP_SEGMENTS=segments_max):
-        groups = list(plan.groups(promised))
+        groups = list(plan.groups(batch))
     for group in groups:
         assert 0 < len(group) <= segments_max and sum(segment.length for segment in group) <= group_bytes
         for one in group:
@@ -82,5 +83,5 @@ def test_what_goes_on_without_a_gap_on_both_sides_is_one_segment(
     made = [
         Read(Source(THEIRS, i * (64 + gap_theirs), 64, 0), (Slice(OURS, i * (64 + gap_ours), 64),)) for i in range(8)
     ]
-    [group] = plan.groups(made)
+    [group] = plan.groups(Batch.of(made))
     assert len(group) == segments and sum(one.length for one in group) == 8 * 64
