@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 OWN_RATE, SHARED_RATE = 0.1, 0.05  # how much of a surprise moves a size's own figure, and all figures
 SURPRISE_MAX = math.log(1.5)  # one step that waited for another process says little
 RELIEF_MAX = math.log(4.0)  # nothing makes a step faster than it is: the figure before was too high
 MORE = 0.1  # a token more, in steps of one sequence's one token: hopeful, so that the truth is soon tried
+LOOKS = 32  # at a curve before it is drawn anew
+
+
+@dataclass(slots=True)
+class _Curve:
+    seconds: list[float]
+    looks: int = 0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -22,6 +30,7 @@ class Costs:
     _seen: dict[int, dict[int, float]] = field(default_factory=dict)  # log seconds, without what is shared
     _times: dict[tuple[int, int], int] = field(default_factory=dict)  # how often each was seen
     _shared: float = 0.0
+    _curves: dict[int, _Curve] = field(default_factory=dict)
 
     def observe(self, sequences: int, tokens: int, seconds: float) -> None:
         if not seconds > 0.0:
@@ -31,6 +40,7 @@ class Costs:
         self._times[sequences, tokens] = times + 1
         if known is None:
             row[tokens] = figure - self._shared
+            self._curves.pop(sequences, None)
             return
         surprise = min(max(figure - known - self._shared, -RELIEF_MAX), SURPRISE_MAX)
         self._shared += SHARED_RATE * min(max(surprise, -SURPRISE_MAX), SURPRISE_MAX)
@@ -39,6 +49,16 @@ class Costs:
     def times(self, sequences: int, tokens: int) -> int:
         """How often this very size was seen."""
         return self._times.get((sequences, tokens), 0)
+
+    def curve(self, sequences: int, more: int) -> Sequence[float]:
+        """Seconds of steps of so many sequences and 0, 1, .. `more` tokens beside theirs, never falling; drawn anew
+        after a few looks. Empty: nothing was seen."""
+        curve = self._curves.get(sequences)
+        if curve is None or len(curve.seconds) <= more or curve.looks >= LOOKS:
+            known = [self.estimate(sequences, sequences + n) for n in range(more + 1)]
+            curve = self._curves[sequences] = _Curve(rising([seconds for seconds in known if seconds is not None]))
+        curve.looks += 1
+        return curve.seconds
 
     def estimate(self, sequences: int, tokens: int) -> float | None:
         """Seconds; between sizes that were seen on a line, beyond them as they rise. None: nothing was seen."""
@@ -67,3 +87,16 @@ class Costs:
 
     def _seconds(self, figure: float) -> float:
         return math.exp(figure + self._shared)
+
+
+def rising(values: Sequence[float]) -> list[float]:
+    """The nearest values, by least squares, that never fall: neighbours that do are pooled. More tokens take longer;
+    what was seen of single sizes is rough."""
+    pools: list[tuple[float, int]] = []  # (mean, values)
+    for value in values:
+        mean, count = value, 1
+        while pools and pools[-1][0] > mean:
+            before, others = pools.pop()
+            mean, count = (mean * count + before * others) / (count + others), count + others
+        pools.append((mean, count))
+    return [mean for mean, count in pools for _ in range(count)]

@@ -34,6 +34,11 @@ FEATURES_MIN = 1e-6
 # The best that a token read from the text can be hoped to be, of a request that takes the likeliest and of one that
 # draws: where not even such a draft pays, nobody reads.
 READ_BEST, READ_BEST_DRAWN = 0.97, 0.8
+READ_GAIN_MIN = 1.04  # what costs are believed to be is rough, and a plain step is the safe one
+# Verifying for some makes all others of a step wait: no step is drawn out to more than this, by what others gain.
+STRETCH_MAX = 2.0
+READ_MORE_MAX = 64  # tokens that one step verifies of drafts read from the text
+PLAIN_EVERY, PLAIN_KNOWN = 4, 32  # of plain steps seen so often only some are looked at: that costs, too
 PLAIN_MIN = 3  # plain steps to have seen of so many sequences: all that drafting promises is measured against them
 
 
@@ -103,14 +108,20 @@ class Plan:
         return len(confidence)
 
 
+def _likelier(token: tuple[float, int]) -> float:
+    return -token[0]
+
+
 @dataclass(slots=True, kw_only=True)
 class DraftPolicy:
-    """Lengths for one engine. `len_max`: the longest draft; not `adaptive`: every draft is that long, and verified.
+    """Lengths for one engine. `len_max`: the longest draft, and of those read from the text `read_len_max` where that
+    is more; not `adaptive`: every draft is that long, and verified.
 
     Units: seconds.
     """
 
     len_max: int
+    read_len_max: int = 0
     adaptive: bool = True
     steps: Costs = field(default_factory=Costs)  # by sequences and tokens of a step without prompts
     drafts: Costs = field(default_factory=Costs)  # by requests and slots
@@ -122,6 +133,7 @@ class DraftPolicy:
     _still_for: int = 0  # sequences of that plan, which chose not to draft; 0: it did draft
     _turn: int = 0  # whose turn it is to be probed
     _drafting: int = 0  # steps with drafts since the last plain one
+    _ran: int = 0  # plain steps
 
     def begin(self, *, draws: Draws, read: bool = False) -> Acceptance:
         """What is expected of a new sequence: what others that draw alike came to. `read`: of drafts that are read
@@ -172,11 +184,8 @@ class DraftPolicy:
             return False
         pays, steps = self._reads.get((sequences, drawn), (False, 0))
         if not steps:
-            best = READ_BEST_DRAWN if drawn else READ_BEST
-            pays, steps = (
-                any(self.worth(sequences, [[best**slot for slot in range(1, self.len_max + 1)]])),
-                LOOK_AGAIN,
-            )
+            best, longest = READ_BEST_DRAWN if drawn else READ_BEST, max(self.len_max, self.read_len_max)
+            pays, steps = any(self.worth(sequences, [[best**n for n in range(1, longest + 1)]])), LOOK_AGAIN
         self._reads[sequences, drawn] = pays, steps - 1
         return pays
 
@@ -187,25 +196,34 @@ class DraftPolicy:
         """
         if not self.adaptive:
             return [len(row) for row in chances]
-        lengths, plain = [0] * len(chances), self.plain_s(sequences)
-        if plain is None or self.steps.times(sequences, sequences) < PLAIN_MIN:
+        lengths = [0] * len(chances)
+        if self.steps.times(sequences, sequences) < PLAIN_MIN:
             return lengths
         ranked = [(chance, index) for index, row in enumerate(chances) for chance in row]
-        ranked.sort(key=lambda pair: -pair[0])
-        kept, best_rate, best = float(sequences), GAIN_MIN * sequences / plain, 0
+        ranked.sort(key=_likelier)  # stable: a draft's tokens stay in order
+        del ranked[READ_MORE_MAX:]
+        seconds = self.steps.curve(sequences, len(ranked))
+        plain = seconds[0]
+        longest = plain * STRETCH_MAX if sequences > 1 else math.inf
+        kept, best_rate, best = float(sequences), READ_GAIN_MIN * sequences / plain, 0
         for tokens, (chance, _) in enumerate(ranked, 1):
             kept += chance
-            rate = kept / (self.steps.estimate(sequences, sequences + tokens) or plain)
-            if rate > best_rate:
-                best_rate, best = rate, tokens
+            if kept > best_rate * seconds[tokens]:
+                if seconds[tokens] > longest:
+                    break
+                best_rate, best = kept / seconds[tokens], tokens
         for _, index in ranked[:best]:
             lengths[index] += 1
         return lengths
 
     def ran(self, *, sequences: int, tokens: int, seconds: float) -> None:
         """A step without prompts: `tokens` in all of `sequences`."""
-        self.steps.observe(sequences, tokens, seconds)
         self._credit_s = min(self._credit_s + PROBE_SHARE * seconds, max(CREDIT_MAX_S, self._probe_s))
+        if tokens == sequences:
+            self._ran += 1
+            if self._ran % PLAIN_EVERY and self.steps.times(sequences, tokens) >= PLAIN_KNOWN:
+                return
+        self.steps.observe(sequences, tokens, seconds)
 
     def drafted(self, *, requests: int, slots: int, seconds: float) -> None:
         self.drafts.observe(requests, slots, seconds)
@@ -256,7 +274,8 @@ class DraftPolicy:
     # -- details ---------------------------------------------------------------------------------------------------
 
     def _prior(self, draws: Draws, read: bool = False) -> Acceptance:
-        return self._priors.setdefault((draws, read), Acceptance(kept=[KEPT_PRIOR] * self.len_max))
+        length = max(self.len_max, self.read_len_max) if read else self.len_max
+        return self._priors.setdefault((draws, read), Acceptance(kept=[KEPT_PRIOR] * length))
 
     def _best(self, known: Sequence[Acceptance], caps: Sequence[int]) -> Plan | None:
         """The most tokens per second; None where that is without drafts."""

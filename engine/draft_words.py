@@ -2,30 +2,24 @@
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Sequence
-
 import numpy as np
 
 from engine.draft_policy import Draws
 from engine.sampler import Purpose, uniform
 from engine.sequence import Drafting, LiveSequence
 from model.drafting import DraftRequest, Proposal
+from model.text import Text
 
 TEMPERATURE_MIN = 1e-30  # as the target's own draw has it: one over it must be a number
 LAW_SLACK = 1e-3  # how far from 1 a drafter's law may sum up to
 
 
-def request_for(sequence: LiveSequence, length: int, *, dice: bool = True) -> DraftRequest:
-    """`dice`: with the numbers that a drafter draws by; a draft read from the text is certain whoever asks."""
+def request_for(sequence: LiveSequence, length: int) -> DraftRequest:
     params, position = sequence.spec.sampling, sequence.consumed
     # A request that must draw what it would undrafted is given the likeliest token, which is a certain draft.
-    drawn = not dice or draws_as(sequence) == "sampled"
-    temperature = max(params.temperature, TEMPERATURE_MIN) if drawn and params.temperature > 0.0 else 0.0
-    numbers = [
-        uniform(params.seed, params.choice, position + 1, Purpose.DRAFT, slot)
-        for slot in range(length if temperature > 0.0 and dice else 0)
-    ]
+    drawn = drafting_of(sequence).draws == "sampled" and params.temperature > 0.0
+    slots = range(length if drawn else 0)
+    numbers = [uniform(params.seed, params.choice, position + 1, Purpose.DRAFT, slot) for slot in slots]
     assert sequence.last_id is not None
     return DraftRequest(
         anchor=sequence.last_id,
@@ -33,20 +27,19 @@ def request_for(sequence: LiveSequence, length: int, *, dice: bool = True) -> Dr
         blocks=sequence.blocks,
         length=length,
         first=sequence.draft_first,
-        temperature=temperature,
+        temperature=max(params.temperature, TEMPERATURE_MIN) if drawn else 0.0,
         uniforms=numbers,
-        context=lambda: _text(sequence),
+        context=lambda: text_of(sequence),
     )
 
 
-def _text(sequence: LiveSequence) -> Sequence[int]:
-    """All ids that are known, the anchor last. It grows in place: copying it at every step would cost as much as a
-    draft."""
-    drafting = drafting_of(sequence)
+def text_of(sequence: LiveSequence) -> Text:
+    """All ids that are known, the anchor last. It grows in place."""
+    drafting, drawn = drafting_of(sequence), sequence.drawn
     if drafting.text is None:
-        drafting.text = array("I", [*sequence.spec.history, *sequence.spec.ids])
-    drafting.text.extend(sequence.drawn[drafting.heard :])
-    drafting.heard = len(sequence.drawn)
+        drafting.text = Text([*sequence.spec.history, *sequence.spec.ids])
+    drafting.text.extend(drawn[drafting.heard :] if drafting.heard else drawn)
+    drafting.heard = len(drawn)
     return drafting.text
 
 

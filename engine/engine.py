@@ -227,7 +227,9 @@ class Engine:
             self.progress.begin(step.number)
             self._deliver([(sequence, LastPass(number=step.number)) for sequence in step.closing], freed=False)
         ran = self._run(step)
-        work = self._account(step, ran, self._speculator) if self._speculator is not None else NO_DRAFTS
+        work = NO_DRAFTS
+        if self._speculator is not None:
+            work = self._account(step, ran, self._speculator, started_s)
         with self._wake:
             if isinstance(ran, ModelFailed):
                 events = self._core.fault(step, ran)
@@ -238,6 +240,8 @@ class Engine:
             self._observer.step_done(step_report(step, ran, work, time.perf_counter() - started_s))
         self._deliver(events, freed=freed)
         if self._speculator is not None:
+            if isinstance(ran, Ran):
+                self._speculator.ran(step, time.perf_counter() - started_s)
             self._draft(step, self._speculator)
         return True
 
@@ -280,7 +284,7 @@ class Engine:
         speculator = self._speculator
         if speculator is None:
             return self._runner.run(step, self.progress)
-        verifier, records = speculator.backend, speculator.records
+        verifier, records = speculator.backend, None if step.verification is None else speculator.records
         ran = self._runner.run_drafted(verifier, step, self.progress, records, speculator.taps(step))
         if step.verification is not None:
             assert records is not None
@@ -293,7 +297,7 @@ class Engine:
 
     def _before_reap(self, speculator: Speculator) -> int | None:
         """How many of the cancelled to end now, None: all. Their blocks are not ours to write to any more then."""
-        if not speculator.behind:
+        if not speculator.rows.behind:
             return None
         with self._wake:
             doomed = self._core.num_cancelled
@@ -301,15 +305,15 @@ class Engine:
             speculator.write_rows()
         return doomed
 
-    def _account(self, step: Step, ran: Ran | ModelFailed, speculator: Speculator) -> DraftWork:
+    def _account(self, step: Step, ran: Ran | ModelFailed, speculator: Speculator, started_s: float) -> DraftWork:
         """Between a pass and its completion: rows that somebody may want now, and what its drafts came to."""
         if isinstance(ran, ModelFailed):
-            speculator.forget(step.sequences)
+            speculator.rows.forget(step.sequences)
             return NO_DRAFTS
-        speculator.consumed(step)
+        speculator.rows.consumed(step)
         if step.num_prompt_tokens or step.snapshots or some_end(step, ran.drawn):
             speculator.write_rows()
-        return speculator.judged(step, ran.drawn, ran.forward_s + ran.sample_s + ran.fold_s)
+        return speculator.judged(step, ran.drawn, time.perf_counter() - started_s)
 
     def _draft(self, step: Step, speculator: Speculator) -> None:
         """For those of the step that decode on: every sequence that decodes is in every step."""

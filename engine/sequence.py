@@ -9,13 +9,15 @@ from enum import Enum, auto
 from typing import TYPE_CHECKING, Literal
 
 from engine.api import DraftReport, EngineEvent, FinishReason, Reservation, SequenceSpec
-from engine.draft_policy import Acceptance
+from engine.draft_policy import Acceptance, Draws
 from engine.shift import Shift
 from moonrelay.errors import InvariantError
 
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
+
+    from model.text import Text
 
 Emit = Callable[[EngineEvent], None]
 EndReason = FinishReason | Literal["held"]
@@ -83,14 +85,16 @@ class Drafting:
 
     `claimed`: the drafter's confidence in each token of its last draft. `text`: the ids that were known at the last
     draft, `heard` drawn ones among them. `readings` and `read`: of drafts read from the text, whether
-    the last was one.
+    the last was one; `quiet`: steps in which the text was looked into since one gave a draft.
     """
 
+    draws: Draws
     acceptance: Acceptance
     readings: Acceptance
     read: bool = False
-    text: array[int] | None = None
+    text: Text | None = None
     heard: int = 0
+    quiet: int = 0
     claimed: Sequence[float] = ()
     drafted: int = 0
     accepted: int = 0

@@ -20,6 +20,7 @@ BOUNDS = {
     "max_batch_sequences": (1, 1 << 16),
     "queue_len_max": (0, 1 << 20),
     "draft_len_max": (0, TILE_TOKENS - 1),  # so that a verified run meets at most one snapshot boundary
+    "draft_read_len_max": (0, TILE_TOKENS - 1),
 }
 
 
@@ -37,6 +38,7 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     # with the reservation; adaptive: taken while slots are free, given up when a sequence or a snapshot needs one.
     writeback: Literal["on", "off", "adaptive"] = "adaptive"
     draft_len_max: int = 0  # tokens drafted for one step of a sequence; 0: none, though a drafter's rows are written
+    draft_read_len_max: int = 0  # the same for drafts read from the text, where that is more than draft_len_max
     draft_rule: DraftRule = "block"  # which refusals verification can avoid, see engine/verify.py
     draft_adaptive: bool = True  # draft only what pays; off: always draft_len_max
 

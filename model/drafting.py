@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     import torch
 
     from model.batch import Segment
+    from model.text import Text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,7 +21,7 @@ class DraftRequest:
     The target has consumed the tokens before `position`, not the anchor. Of those, [first, position) left drafter
     rows in `blocks`, which are the sequence's own; tokens before `first` are unknown to the drafter. `uniforms` are
     `length` numbers in [0, 1), one a token, for a temperature above 0; at 0 the likeliest token is taken. `context`
-    gives all ids up to the anchor, for drafters that read the text.
+    gives all ids up to the anchor, for drafters that read the text: a `Text` is looked up without reading it anew.
     """
 
     anchor: int
@@ -52,10 +53,19 @@ NOTHING = Proposal(tokens=[], confidence=[])
 
 @runtime_checkable
 class Reader(Protocol):
-    """A `DraftModel` that can draft from the text alone: asked before rows are written for it. `draft` is both."""
+    """A `DraftModel` that can draft from the text alone, before rows are written for it. `draft` is both.
 
-    def without_rows(self, requests: Sequence[DraftRequest]) -> list[Proposal | None]:
-        """None where it takes the rows."""
+    `read_len_max`: the longest draft that it reads; one that takes rows is never longer than `block_len`.
+    """
+
+    read_len_max: int
+
+    def read(self, text: Text, length: int, *, drawn: bool) -> Proposal | None:
+        """At most `length` tokens to follow the text, for a request that draws at a temperature or takes the
+        likeliest; they are certain. None where they would say too little. Called at every step: cheap.
+
+        Raises: InvariantError for a length not in 1..read_len_max.
+        """
         ...
 
     def with_rows(self, requests: Sequence[DraftRequest], rows: torch.Tensor) -> list[Proposal]: ...

@@ -66,7 +66,7 @@ def look_up(context: Sequence[int], longest: int = LONGEST) -> tuple[int, int]:
 
     Units: tokens. (0, 0) where not even the last token occurred before.
     """
-    words = array("I", context)
+    words = array("I", context[:])
     width, text = words.itemsize, words.tobytes()
     for matched in range(min(longest, len(words) - 1), 0, -1):
         end = text[-matched * width :]

@@ -28,14 +28,14 @@ NOT_SETTINGS = {"MOONRELAY_SHARED", "MOONRELAY_CACHE_DIR", "MOONRELAY_CONFIG", "
 _ALL_NAMES = """
     admission_wait_ms advertise_host aggregated attempts_max backend block_tokens body_bytes_max body_timeout_ms cache
     cachestore cluster connect_timeout_ms decode default_max_tokens device_share disk_bytes disk_dir draft
-    draft_adaptive draft_len_max draft_rule drafter drain_ms drain_timeout_ms dram_bytes encodings_tokens_max
-    grpc_listen handoff_lease_ms handoff_timeout_ms host ids_bytes_max ids_timeout_ms ids_ttl_s in_flight_max
-    instance_id listen log_level longest_transfer_ms max_batch_sequences max_batch_tokens max_tokens metrics_listen
-    model model_dir model_name num_blocks num_slots numerics part_bytes port prefill prefill_share_tokens
-    publish_inflight_max pull_timeout_ms queue_len_max queue_timeout_ms ready_file ready_timeout_s recoveries_max
-    recovery_wait_ms redis_url replicate_after request_deadline_ms reservation_ttl_ms retries_max room_retry_ms router
-    rpc_timeout_ms served_model_name snapshot_dtype stall_timeout_ms stream_interval_ms suspect_ms threads
-    transfer_min_bytes_per_s transport verbose writeback
+    draft_adaptive draft_len_max draft_read_len_max draft_rule drafter drain_ms drain_timeout_ms dram_bytes
+    encodings_tokens_max grpc_listen handoff_lease_ms handoff_timeout_ms host ids_bytes_max ids_timeout_ms ids_ttl_s
+    in_flight_max instance_id listen log_level longest_transfer_ms max_batch_sequences max_batch_tokens max_tokens
+    metrics_listen model model_dir model_name num_blocks num_slots numerics part_bytes port prefill
+    prefill_share_tokens publish_inflight_max pull_timeout_ms queue_len_max queue_timeout_ms ready_file
+    ready_timeout_s recoveries_max recovery_wait_ms redis_url replicate_after request_deadline_ms reservation_ttl_ms
+    retries_max room_retry_ms router rpc_timeout_ms served_model_name snapshot_dtype stall_timeout_ms
+    stream_interval_ms suspect_ms threads transfer_min_bytes_per_s transport verbose writeback
 """
 ALL_NAMES = frozenset(_ALL_NAMES.split())
 DAY_MS = 86_400_000  # no wait of ours is longer

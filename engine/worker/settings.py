@@ -57,6 +57,7 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     )
     writeback: Literal["on", "off", "adaptive"] = "adaptive"  # see EngineSettings
     draft_len_max: int = 0  # tokens drafted for one step of a sequence; 0: none, though a drafter's rows are written
+    draft_read_len_max: int = 0  # the same for drafts read from the text, where that is more than draft_len_max
     draft_rule: DraftRule = "block"
     draft_adaptive: bool = True  # draft only what pays; off: always draft_len_max
     snapshot_dtype: SnapshotDtype = "fp32"  # how snapshots are stored; what each costs in precision: engine/DESIGN.md

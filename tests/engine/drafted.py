@@ -14,6 +14,7 @@ from engine.engine import Engine
 from engine.settings import EngineSettings
 from model.batch import Fold, PoolLayout, Segment
 from model.drafting import NOTHING, DraftRequest, Proposal
+from model.text import Text
 
 MLA_FLOATS = 6  # of one token of the toy
 LEN_MAX = 5
@@ -129,6 +130,28 @@ class KnowingDrafter:
         tokens = [t if self.rng.random() < self.skill else (t + 1) % VOCAB for t in right]
         self.drafted += len(tokens)
         return Proposal(tokens=tokens, confidence=[0.9] * len(tokens)) if tokens else NOTHING
+
+
+class ReadingDrafter(KnowingDrafter):
+    """Reads on in `stories`, the whole sequences of which every text is a beginning."""
+
+    read_len_max = 40
+
+    def __init__(self, stories: Sequence[Sequence[int]], *, skill: float) -> None:
+        super().__init__(lambda blocks, position: (), skill=skill)
+        self.stories = stories
+        self.lengths: list[int] = []  # asked for
+
+    def read(self, text: Text, length: int, *, drawn: bool) -> Proposal | None:
+        assert 1 <= length <= self.read_len_max
+        self.lengths.append(length)
+        known = list(text)
+        right = next(list(s[len(known) :]) for s in self.stories if list(s[: len(known)]) == known)[:length]
+        tokens = [t if self.rng.random() < self.skill else (t + 1) % VOCAB for t in right]
+        return Proposal(tokens=tokens, confidence=[0.9] * len(tokens)) if tokens else None
+
+    def with_rows(self, requests, rows) -> list[Proposal]:
+        return self.draft(requests, rows)
 
 
 def drafted_engine(drafter: KnowingDrafter, backend: VerifyingToy | None = None, **changes: object) -> Engine:

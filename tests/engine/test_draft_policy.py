@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from engine.draft_cost import Costs
-from engine.draft_policy import LOOK_AGAIN, PROBE_SHARE, DraftPolicy, Plan
+from engine.draft_cost import LOOKS, Costs, rising
+from engine.draft_policy import LOOK_AGAIN, PROBE_SHARE, STRETCH_MAX, DraftPolicy, Plan
 
 SLOTS = 7
 
@@ -170,3 +170,33 @@ def test_the_text_is_read_only_where_that_could_pay(per_token, reads):
     policy = policy_of({tokens: 1e-3 + per_token * (tokens - 1) for tokens in range(1, SLOTS + 2)})
     assert policy.reads(1, drawn=False) is reads
     assert DraftPolicy(len_max=SLOTS).reads(1, drawn=False) is False
+
+
+def test_a_nearly_certain_draft_is_verified_far_beyond_the_block():
+    policy = policy_of({tokens: 1e-3 + 0.3e-3 * (tokens - 1) for tokens in (1, 2, 4, 8, 16, 32)})
+    policy.read_len_max = 31
+    assert policy.worth(1, [[0.999**n for n in range(1, 32)]]) == [31]
+    assert policy.worth(1, [[0.8**n for n in range(1, 32)]])[0] < SLOTS
+
+
+def test_no_step_is_drawn_out_for_others_by_more_than_a_bound():
+    policy = policy_of({tokens: 4e-3 + 0.1e-3 * (tokens - 8) for tokens in range(8, 80, 6)}, sequences=8)
+    lengths = policy.worth(8, [[0.999**n for n in range(1, 64)]])
+    assert 4e-3 + 0.1e-3 * lengths[0] == pytest.approx(4e-3 * STRETCH_MAX, rel=0.03)
+    alone = policy_of({tokens: 4e-3 + 0.1e-3 * (tokens - 1) for tokens in range(1, 80, 6)})
+    assert alone.worth(1, [[0.999**n for n in range(1, 64)]]) == [63]
+
+
+def test_a_curve_of_costs_never_falls_and_is_drawn_anew():
+    assert rising([1.0, 3.0, 2.0, 4.0, 1.0]) == pytest.approx([1.0, 2.5, 2.5, 2.5, 2.5])
+    costs = Costs()
+    assert list(costs.curve(1, 3)) == []
+    for tokens, seconds in ((1, 1e-3), (2, 3e-3), (3, 2e-3), (8, 6e-3)):
+        costs.observe(1, tokens, seconds)
+    curve = list(costs.curve(1, 7))
+    assert curve == sorted(curve) and len(curve) == 8 and curve[0] == pytest.approx(1e-3)
+    for _ in range(100):
+        costs.observe(1, 1, 1e-2)
+    for _ in range(LOOKS):
+        curve = list(costs.curve(1, 7))
+    assert curve[0] > 2e-3

@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from drafted import LEN_MAX, MLA_FLOATS, KnowingDrafter, VerifyingToy, drafted_engine
+from drafted import LEN_MAX, MLA_FLOATS, KnowingDrafter, ReadingDrafter, VerifyingToy, drafted_engine
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from test_engine_machine import LAWS, PLAYS, World
@@ -90,6 +90,29 @@ def test_events_and_states_are_those_of_stepping(law, skill):
         if skill == 1.0 and len(client.tokens) > 20:
             steps = client.end.draft.verify_steps + client.end.draft.plain_steps
             assert len(client.tokens) > 4 * steps
+
+
+@pytest.mark.parametrize(("read_len_max", "longest"), [(0, LEN_MAX), (15, 15), (63, ReadingDrafter.read_len_max)])
+@pytest.mark.parametrize("skill", [1.0, 0.9])
+def test_drafts_read_from_the_text_may_be_longer_than_the_block(read_len_max, longest, skill):
+    samplings = [SamplingParams(max_tokens=150 + i, **LAWS[i % len(LAWS)]) for i in range(3)]
+    prompts = [prompt(length, salt) for salt, length in enumerate([3, 60, 130])]
+    stories = [[*ids, *(t.id for t in alone(ids, s))] for ids, s in zip(prompts, samplings, strict=True)]
+    drafter, backend = ReadingDrafter(stories, skill=skill), VerifyingToy()
+    engine = drafted_engine(drafter, backend, draft_read_len_max=read_len_max)
+    plain = quiet_engine()
+    ended = []
+    for i, (ids, sampling) in enumerate(zip(prompts, samplings, strict=True)):
+        spec = {"name": str(i), "write_back": True, "snapshot_at": (192,) if i == 2 else ()}
+        ended.append((start(engine, ids, sampling, **spec), start(plain, ids, sampling, **spec)))
+    finish(engine)
+    finish(plain)
+    for (client, reservation), (other, theirs) in ended:
+        assert comparable(client.events) == comparable(other.events)
+        assert torch.equal(engine.state[reservation.slot], plain.state[theirs.slot])
+        assert client.end.draft_first == 0
+    assert max(drafter.lengths) == longest
+    assert 1 + longest in {length for batch in backend.batches for _, length in batch}
 
 
 def test_drafter_rows_lie_behind_every_kept_token():

@@ -183,7 +183,8 @@ def test_streams_follow_the_requests_law(clock, name, adaptive, rule):
     params = {"temperature": 1.1, "top_k": 4, "top_p": 0.92}
     drafter = LanguageDrafter(name)
     found, drafts = streams(clock, drafter, params, draft_adaptive=adaptive, draft_rule=rule)
-    assert 0 < drafts["kept"] < drafts["verified"] <= drafter.drafted
+    assert (drafts["kept"] > 0 or (adaptive and name == "wrong")) and drafts["kept"] < drafts["verified"]
+    assert drafts["verified"] <= drafter.drafted
     # What is not worth verifying is cut away; of drafts that never pay only a few are made at all.
     assert adaptive == (drafts["verified"] < drafter.drafted) or (adaptive and name != "sharp")
     assert p_value(found, joint_law(SamplingParams(**params), unchanged)) > P_MIN

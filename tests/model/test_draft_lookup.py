@@ -9,8 +9,10 @@ import pytest
 import torch
 
 from model.batch import Segment
-from model.drafter.lookup import MATCH_MIN_DRAWN, LookupFirst
+from model.drafter.lookup import DRAWN, GREEDY, MATCH_MIN_DRAWN, READ_LEN_MAX, LookupFirst
 from model.drafting import DraftRequest, Proposal
+from model.text import LONGEST, Text
+from moonrelay.errors import InvariantError
 
 ROWS = torch.zeros(1, 1)
 
@@ -55,10 +57,28 @@ def test_what_followed_the_last_time_is_drafted_without_the_network() -> None:
     assert all(0.0 < c < 1.0 for c in found.confidence)
 
 
-def test_the_text_may_end_before_the_draft() -> None:
-    (found,) = LookupFirst(Network()).draft([request([7, 8, 7, 8, 7])], ROWS)
-    assert found.tokens == [8, 7]
-    assert len(found.confidence) == 2
+def test_where_the_text_ends_a_draft_goes_round() -> None:
+    (found,) = LookupFirst(Network()).draft([request([7, 8, 9, 7, 8, 9, 7, 8], length=8)], ROWS)
+    assert found.tokens == [9, 7, 8, 9, 7, 8, 9, 7]
+    (found,) = LookupFirst(Network()).draft([request([5, 5, 5], length=4)], ROWS)
+    assert found.tokens == [5, 5, 5, 5]
+
+
+def test_the_longer_the_match_the_surer_and_the_longest_is_nearly_certain() -> None:
+    ids = list(range(1, 80))
+    for kept in (GREEDY, DRAWN):
+        assert kept[2:] == sorted(kept[2:]) and 0.98 < kept[-1] < 1.0 and len(kept) == LONGEST + 1
+    found = LookupFirst(Network()).read(Text([*ids, *ids]), READ_LEN_MAX, drawn=False)
+    assert found is not None and found.tokens == ids[:READ_LEN_MAX]
+    assert found.confidence == [GREEDY[-1]] * READ_LEN_MAX
+    short = LookupFirst(Network()).read(Text([*ids, *ids[:3]]), 6, drawn=False)
+    assert short is not None and short.confidence == GREEDY[3:9]
+
+
+@pytest.mark.parametrize("length", [0, READ_LEN_MAX + 1])
+def test_a_length_that_is_never_read_is_refused(length: int) -> None:
+    with pytest.raises(InvariantError):
+        LookupFirst(Network()).read(Text([1, 2, 1, 2]), length, drawn=False)
 
 
 @pytest.mark.parametrize("matched", range(1, MATCH_MIN_DRAWN + 1))

@@ -1,0 +1,164 @@
+"""The drafter's rows of what sequences keep: taps wait until rows are made of many tokens at once."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from engine.pools import Pools, mapped_floats
+from engine.sequence import LiveSequence
+from engine.settings import EngineSettings
+from engine.step import Step
+from model.batch import Segment, Verifier
+from model.drafting import DraftModel
+
+BACKLOG_TOKENS_MAX = 128  # whose rows are not written yet: one product for many is several times cheaper than for one
+TAPS_SPARE = 4 * BACKLOG_TOKENS_MAX  # taps of refused tokens lie between those that are waited with
+VIEWS_MAX = 1024  # of the taps, one a place and size: making one costs as much as looking a draft up
+KEEPS_ALL: Mapping[int, int] = {}
+
+
+class Attempt(Protocol):
+    """Runs what may raise anything. The edge to it is the engine's."""
+
+    def __call__(self, work: Callable[[], Any], /) -> Any: ...
+
+
+@dataclass(slots=True)
+class _Consumed:
+    """Tokens of one sequence whose drafter rows are to be written: ids from `start` on and where their taps lie."""
+
+    start: int
+    ids: list[int] = field(default_factory=list)
+    taps: list[tuple[int, int]] = field(default_factory=list)
+
+
+class _Pass(NamedTuple):
+    """Whose taps begin at `at`; `kept` tokens of its verified segments count."""
+
+    at: int
+    sequences: Sequence[LiveSequence]
+    segments: Sequence[Segment]
+    kept: Mapping[int, int]
+
+
+def joined(pieces: Sequence[torch.Tensor]) -> torch.Tensor:
+    return pieces[0] if len(pieces) == 1 else torch.cat(list(pieces))
+
+
+class DraftRows:
+    """Owns the taps. `cold` is told from where on a sequence's rows are valid, when some were not written."""
+
+    def __init__(
+        self,
+        drafter: DraftModel,
+        backend: Verifier,
+        settings: EngineSettings,
+        pools: Pools,
+        *,
+        attempt: Attempt,
+        cold: Callable[[LiveSequence, int], None],
+    ) -> None:
+        self._drafter, self._pools, self._attempt, self._cold = drafter, pools, attempt, cold
+        self._taps: torch.Tensor | None = None
+        self._room = 0
+        if drafter.target_layers:
+            backend.tap(drafter.target_layers)
+            self._room = settings.max_batch_tokens + TAPS_SPARE
+            floats = len(drafter.target_layers) * backend.config.hidden_size
+            taps = mapped_floats(self._room, floats).view(self._room, len(drafter.target_layers), -1)
+            self._taps = taps
+            self._view = lru_cache(VIEWS_MAX)(lambda first, end: taps[first:end])
+        self._used = 0  # by passes whose rows are not written yet
+        self._passes: list[_Pass] = []
+        self._failed: set[LiveSequence] = set()
+        self.on = True
+        self.seconds = 0.0  # spent; whoever reports it sets it back
+
+    @property
+    def behind(self) -> bool:
+        """Whether rows are still to be written."""
+        return bool(self._passes)
+
+    @property
+    def due(self) -> bool:
+        """Whether so much waits that writing is cheap."""
+        return self._used >= BACKLOG_TOKENS_MAX
+
+    def fits(self, tokens: int) -> bool:
+        return self._used + tokens <= self._room
+
+    def taps(self, tokens: int) -> torch.Tensor | None:
+        """[tokens, num_taps, hidden], for the next pass to fill; None where nobody would read them."""
+        return None if self._taps is None or not self.on else self._view(self._used, self._used + tokens)
+
+    def consumed(self, step: Step) -> None:
+        """The pass ran and is settled: what its sequences keep will need rows."""
+        verification = step.verification
+        kept = verification.kept if verification is not None else KEEPS_ALL
+        if self.on and self._taps is not None:
+            self._passes.append(_Pass(self._used, step.sequences, step.segments, kept))
+            self._used += step.num_prompt_tokens + step.num_decode_tokens
+        elif self._drafter.draft_width:
+            for index, (sequence, segment) in enumerate(zip(step.sequences, step.segments, strict=True)):
+                self._cold(sequence, segment.start + kept.get(index, len(segment.ids)))
+
+    def forget(self, sequences: Sequence[LiveSequence]) -> None:
+        """They have failed: nobody reads their rows, and their blocks are not ours to write to any more."""
+        self._failed.update(sequences)
+
+    def write(self) -> Exception | None:
+        """Of all that was consumed. Before anybody else may own the blocks, or look into them. What failed, if it
+        did: then what waited is cold."""
+        waiting = self._waiting()
+        if not waiting:
+            return None
+        assert self._taps is not None
+        segments = [
+            Segment(ids=entry.ids, start=entry.start, slot=sequence.reservation.slot, blocks=sequence.blocks)
+            for sequence, entry in waiting.items()
+        ]
+        pieces = [self._taps[first:end] for entry in waiting.values() for first, end in entry.taps]
+        started = time.perf_counter()
+        failed = self._attempt(lambda: self._drafter.write_rows(segments, joined(pieces), self._pools.rows))
+        self.seconds += time.perf_counter() - started
+        if failed is None:
+            return None
+        assert isinstance(failed, Exception)
+        for sequence, entry in waiting.items():
+            self._cold(sequence, entry.start + len(entry.ids))
+        return failed
+
+    def give_up(self) -> None:
+        """From now on nothing is written; what waits is cold."""
+        self.on = False
+        for sequence, entry in self._waiting().items():
+            self._cold(sequence, entry.start + len(entry.ids))
+
+    def _waiting(self) -> dict[LiveSequence, _Consumed]:
+        """What is to be written, in order; none waits afterwards. Passes of a sequence follow one another, and so do
+        their taps where nothing lies between."""
+        waiting: dict[LiveSequence, _Consumed] = {}
+        for run in self._passes:
+            at = run.at
+            for index, (sequence, segment) in enumerate(zip(run.sequences, run.segments, strict=True)):
+                tokens = run.kept.get(index, len(segment.ids))
+                if sequence not in self._failed:
+                    entry = waiting.get(sequence)
+                    if entry is None:
+                        entry = waiting[sequence] = _Consumed(segment.start)
+                    entry.ids += segment.ids[:tokens]
+                    if entry.taps and entry.taps[-1][1] == at:
+                        entry.taps[-1] = entry.taps[-1][0], at + tokens
+                    else:
+                        entry.taps.append((at, at + tokens))
+                at += len(segment.ids)
+        self._passes.clear()
+        self._failed.clear()
+        self._used = 0
+        return waiting
