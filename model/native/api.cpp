@@ -183,6 +183,9 @@ MR_API int mr_taps(Model* m, const int32_t* layers, int32_t n) {
 // Before packing: MXFP4 experts that all together take no more than this as bf16 are widened once.
 MR_API void mr_widen_up_to(Model* m, double bytes) { m->widen_bytes = bytes; }
 
+// Weights of more bytes than this are shared out between threads, rows where they are fewer.
+MR_API void mr_cached_up_to(Model* m, double bytes) { m->cached_bytes = bytes; }
+
 // Tiles of fewer multiply-adds than this stay on one thread.
 MR_API void mr_share_from(Model* m, double macs) { m->share_macs = macs; }
 

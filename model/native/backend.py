@@ -63,6 +63,7 @@ class NativeBackend:
 
     name = "native"
     share_from_macs: float | None = None  # None: `kWorthSharing` in pool.h; 0 also shares out what is small
+    cached_bytes: float | None = None  # None: `kCached` in network.h; 0 never shares out rows
 
     def __init__(
         self,
@@ -92,6 +93,8 @@ class NativeBackend:
         self.embedding = Loader(self._lib, self._handle, config, weights).load()
         if self.share_from_macs is not None:
             self._lib.mr_share_from(self._handle, self.share_from_macs)
+        if self.cached_bytes is not None:
+            self._lib.mr_cached_up_to(self._handle, self.cached_bytes)
         self.lm_head = weights["lm_head.weight"]
         self._one_pass = threading.Lock()  # the C++ model's scratch serves one pass at a time
 

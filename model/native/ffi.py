@@ -126,6 +126,7 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "mr_taps": (c_int32, [c_void_p, c_void_p, c_int32]),
     "mr_share_from": (None, [c_void_p, c_double]),
     "mr_widen_up_to": (None, [c_void_p, c_double]),
+    "mr_cached_up_to": (None, [c_void_p, c_double]),
     "mr_record_floats": (c_int64, [c_void_p, c_int32]),
     "mr_fold": (
         c_int32,

@@ -200,34 +200,49 @@ void Gemm::execute(const Task& t, int thread) {
     }
 }
 
-void Gemm::split(const GemmJob& job, double target) {
-    const int block = block_rows(job.w->k), blocks = (job.m + block - 1) / block;
+// Cuts a job into tasks so that successive tasks fill shares of equal cost.
+void Gemm::split(const GemmJob& job, double share) {
+    const int block = block_rows(job.w->k), blocks = (job.m + block - 1) / block, panels = job.w->panels;
     for (int b = 0; b < blocks; ++b) {
         const int row0 = job.m / blocks * b + min_int(b, job.m % blocks);
         const int row1 = row0 + job.m / blocks + (b < job.m % blocks);
         const double panel_cost = double(row1 - row0) * job.w->k * kPanel;
-        int step = int(target / panel_cost) / 4 * 4;
-        if (step < 4) step = 4;
-        for (int p = 0; p < job.w->panels; p += step)
-            tasks_.push_back({&job, p, min_int(p + step, job.w->panels), row0, row1});
+        const int whole = row1 - row0 == 1 ? 4 : 2;  // panels that a kernel likes to take at once
+        for (int p = 0; p < panels;) {
+            const int fit = room_ > 0 ? int(room_ / panel_cost / whole + 0.5) * whole : 0, n = min_int(fit, panels - p);
+            if (n) tasks_.push_back({&job, p, p + n, row0, row1});
+            p += n, room_ -= n * panel_cost;
+            if (p == panels) break;
+            ends_.push_back(int(tasks_.size()));
+            room_ = room_ > -share ? room_ + share : share;
+        }
     }
 }
 
 void Gemm::run(const GemmJob* jobs, int num_jobs) {
     constexpr double kSmallest = 32768;  // multiply-adds worth handing to another thread
+    constexpr double kShare = 200e3;     // and those of a share that is worth its claim: 5 us
+    constexpr int kMostShares = 8;       // per thread
     double total = 0;
     for (int i = 0; i < num_jobs; ++i) total += double(jobs[i].m) * jobs[i].w->k * jobs[i].w->panels * kPanel;
-    const int threads = pool_.threads();
-    double target = total;
-    if (threads > 1 && total > 2 * kSmallest) target = total / (threads * 4) > kSmallest ? total / (threads * 4) : kSmallest;
-    tasks_.clear();
+    const int threads = pool_ ? pool_->threads() : 1;
+    int shares = 1;
+    if (threads > 1 && total > 2 * kSmallest) {
+        const int each = int(total / kShare) / threads;
+        shares = threads * (each < 1 ? 1 : min_int(each, kMostShares));
+    }
+    tasks_.clear(), ends_.clear();
+    room_ = total / shares;
     for (int i = 0; i < num_jobs; ++i)
-        if (jobs[i].m > 0) split(jobs[i], target);
-    if (target >= total) {
+        if (jobs[i].m > 0) split(jobs[i], total / shares);
+    ends_.push_back(int(tasks_.size()));
+    if (shares == 1) {
         for (const Task& t : tasks_) execute(t, 0);
         return;
     }
-    pool_.run(int(tasks_.size()), [this](int task, int thread) { execute(tasks_[size_t(task)], thread); });
+    pool_->run(int(ends_.size()), [this](int part, int thread) {
+        for (int i = part ? ends_[size_t(part) - 1] : 0; i < ends_[size_t(part)]; ++i) execute(tasks_[size_t(i)], thread);
+    });
 }
 
 }  // namespace mr

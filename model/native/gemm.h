@@ -32,10 +32,12 @@ struct GemmJob {
     Activation act{};
 };
 
-// Runs independent products side by side: all jobs' panels are shared out over the pool's threads.
+// Runs independent products side by side: all jobs' panels are shared out over the pool's threads, or without a pool
+// they all run on the calling one.
 class Gemm {
 public:
-    explicit Gemm(Pool& pool) : pool_(pool), widened_(size_t(pool.size())) {}
+    Gemm() : widened_(1) {}
+    explicit Gemm(Pool& pool) : pool_(&pool), widened_(size_t(pool.size())) {}
     void run(const GemmJob* jobs, int num_jobs);
     void run(const GemmJob& job) { run(&job, 1); }
 
@@ -44,11 +46,13 @@ private:
         const GemmJob* job;
         int panel0, panel1, row0, row1;
     };
-    void split(const GemmJob& job, double target);
+    void split(const GemmJob& job, double share);
     void execute(const Task& task, int thread);
 
-    Pool& pool_;
+    Pool* pool_ = nullptr;
     std::vector<Task> tasks_;
+    std::vector<int> ends_;   // of each share of the tasks
+    double room_ = 0;         // multiply-adds that the share in the making still takes
     std::vector<std::vector<uint8_t>> widened_;  // per thread: one MX panel as bf16
 };
 

@@ -311,30 +311,27 @@ void Model::fold(const std::vector<Fold>& folds, const Records& records, float* 
     });
 }
 
-void Model::kda(const Layer& layer, const Batch& batch) {
+void Model::kda_gates(const Layer& layer, const Part& part) {
     const Config& c = config;
     const int gate_at = 2 * c.keys() + c.values();
-    const int fa_at = gate_at + (c.full_rank_gate ? c.values() : c.gate_rank);
-    timed(Op::kKdaGates, [&] {
-        GemmJob jobs[2];
-        jobs[0].w = &layer.matrix(MatrixSlot::kDecay);
-        jobs[0].a = s_.in.data + fa_at, jobs[0].c = s_.decay.data, jobs[0].ldc = s_.decay.stride;
-        if (!c.full_rank_gate) {
-            jobs[1].w = &layer.matrix(MatrixSlot::kGateB);
-            jobs[1].a = s_.in.data + gate_at, jobs[1].c = s_.gate.data, jobs[1].ldc = s_.gate.stride;
-        }
-        for (GemmJob& job : jobs) job.lda = s_.in.stride, job.m = batch.rows;
-        gemm.run(jobs, c.full_rank_gate ? 1 : 2);
-    });
-    timed(Op::kKda, [&] {
-        std::vector<const Segment*> longest_first;
-        for (const Segment& s : batch.segments) longest_first.push_back(&s);
-        std::stable_sort(longest_first.begin(), longest_first.end(),
-                         [](const Segment* x, const Segment* y) { return x->tokens > y->tokens; });
-        pool.run(int(longest_first.size()) * c.kda_heads, [&](int task, int thread) {
-            const Segment& segment = *longest_first[size_t(task / c.kda_heads)];
-            KdaHead(c, layer, batch, s_, segment, task % c.kda_heads, num_kda, thread_scratch_[size_t(thread)]).run();
-        });
+    GemmJob jobs[2] = {part.job(layer.matrix(MatrixSlot::kDecay), s_.in, s_.decay)};
+    jobs[0].a += gate_at + (c.full_rank_gate ? c.values() : c.gate_rank);
+    if (!c.full_rank_gate) {
+        jobs[1] = part.job(layer.matrix(MatrixSlot::kGateB), s_.in, s_.gate);
+        jobs[1].a += gate_at;
+    }
+    part.gemm.run(jobs, c.full_rank_gate ? 1 : 2);
+}
+
+void Model::kda(const Layer& layer, const Batch& batch, const Crew& crew) {
+    std::vector<const Segment*> longest_first;
+    for (const Segment& s : batch.segments) longest_first.push_back(&s);
+    std::stable_sort(longest_first.begin(), longest_first.end(),
+                     [](const Segment* x, const Segment* y) { return x->tokens > y->tokens; });
+    const int heads = config.kda_heads;
+    crew.run(int(longest_first.size()) * heads, [&](int task, Hand& hand) {
+        const Segment& segment = *longest_first[size_t(task / heads)];
+        KdaHead(config, layer, batch, s_, segment, task % heads, num_kda, hand.scratch).run();
     });
 }
 

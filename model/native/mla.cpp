@@ -41,11 +41,11 @@ std::vector<MlaWork> share_out(const std::vector<Segment>& segments, int heads, 
 }  // namespace
 
 // Appends the pass's rows to the pool.
-void Model::mla_store(const Layer& layer, const Batch& batch) {
+void Model::mla_store(const Layer& layer, const Batch& batch, const Part& part) {
     const Config& c = config;
     const int kv_at = c.q_lora ? c.q_lora : c.q_width();
     for (const Segment& seg : batch.segments)
-        for (int t = 0; t < seg.tokens; ++t) {
+        for (int t = std::max(0, part.row0 - seg.row0); t < min_int(seg.tokens, part.row0 + part.rows - seg.row0); ++t) {
             const float* in = s_.in.row(seg.row0 + t) + kv_at;
             float* row = batch.row(seg, c, layer.index, seg.start + t);
             rms_norm(in, layer.vector(VectorSlot::kKvNorm), c.kv_lora, c.lora_eps, row);
@@ -54,33 +54,31 @@ void Model::mla_store(const Layer& layer, const Batch& batch) {
 }
 
 // q_latent[row][head] = (W_UK,h^T q_nope | q_rope), zero-padded to whole 16 floats.
-void Model::mla_queries(const Layer& layer, int rows) {
+void Model::mla_queries(const Layer& layer, const Part& part) {
     const Config& c = config;
     const int head_width = c.nope + c.rope, wide = round16(c.row_width());
     const Buffer q = c.q_lora ? s_.q : s_.in;
-    if (c.q_lora) {
-        for_rows(rows, [&](int row) {
-            rms_norm(s_.in.row(row), layer.vector(VectorSlot::kQaNorm), c.q_lora, c.lora_eps, s_.in.row(row));
-        });
-        GemmJob job;
-        job.w = &layer.matrix(MatrixSlot::kQb);
-        job.a = s_.in.data, job.lda = s_.in.stride, job.m = rows, job.c = q.data, job.ldc = q.stride;
-        gemm.run(job);
-    }
-    jobs_.assign(size_t(c.heads), GemmJob{});
-    for (int h = 0; h < c.heads; ++h) {
-        GemmJob& job = jobs_[size_t(h)];
-        job.w = &layer.matrix(MatrixSlot::kKeyUp, h);
-        job.a = q.data + h * head_width, job.lda = q.stride, job.m = rows;
-        job.c = s_.q_latent.data + h * wide, job.ldc = s_.q_latent.stride;
-    }
-    gemm.run(jobs_.data(), c.heads);
-    for (int row = 0; row < rows; ++row)
-        for (int h = 0; h < c.heads; ++h) {
-            float* to = s_.q_latent.row(row) + h * wide + c.kv_lora;
-            const float* from = q.row(row) + h * head_width + c.nope;
-            for (int i = 0; i < wide - c.kv_lora; ++i) to[i] = i < c.rope ? from[i] : 0.0f;
+    timed(part.hand, Op::kMlaQuery, [&] {
+        if (c.q_lora) {
+            part.each_row([&](int row) {
+                rms_norm(s_.in.row(row), layer.vector(VectorSlot::kQaNorm), c.q_lora, c.lora_eps, s_.in.row(row));
+            });
+            part.gemm.run(part.job(layer.matrix(MatrixSlot::kQb), s_.in, q));
         }
+        std::vector<GemmJob>& jobs = part.hand.jobs;
+        jobs.clear();
+        for (int h = 0; h < c.heads; ++h) {
+            jobs.push_back(part.job(layer.matrix(MatrixSlot::kKeyUp, h), q, s_.q_latent));
+            jobs.back().a += h * head_width, jobs.back().c += h * wide;
+        }
+        part.gemm.run(jobs.data(), c.heads);
+        for (int row = part.row0; row < part.row0 + part.rows; ++row)
+            for (int h = 0; h < c.heads; ++h) {
+                float* to = s_.q_latent.row(row) + h * wide + c.kv_lora;
+                const float* from = q.row(row) + h * head_width + c.nope;
+                for (int i = 0; i < wide - c.kv_lora; ++i) to[i] = i < c.rope ? from[i] : 0.0f;
+            }
+    });
 }
 
 // One task: its queries pass over all tiles of their prefix.
@@ -125,29 +123,24 @@ void Model::mla_attend_work(const Layer& layer, const Batch& batch, const MlaWor
     }
 }
 
-void Model::mla_attend(const Layer& layer, const Batch& batch) {
-    const std::vector<MlaWork> work = share_out(batch.segments, config.heads, pool.threads());
-    pool.run(int(work.size()), [&](int task, int thread) {
-        mla_attend_work(layer, batch, work[size_t(task)], thread_scratch_[size_t(thread)]);
-    });
+void Model::mla_attend(const Layer& layer, const Batch& batch, const Crew& crew) {
+    const std::vector<MlaWork> work = share_out(batch.segments, config.heads, crew.threads());
+    crew.run(int(work.size()),
+             [&](int task, Hand& hand) { mla_attend_work(layer, batch, work[size_t(task)], hand.scratch); });
 }
 
-void Model::mla(const Layer& layer, const Batch& batch) {
+void Model::mla_values(const Layer& layer, const Part& part) {
     const Config& c = config;
-    timed(Op::kMlaQuery, [&] { mla_queries(layer, batch.rows); });
-    timed(Op::kMlaAttend, [&] { mla_attend(layer, batch); });
-    timed(Op::kMlaValue, [&] {
-        const int gate_at = (c.q_lora ? c.q_lora : c.q_width()) + c.row_width(), out_wide = round16(c.kv_lora);
-        jobs_.assign(size_t(c.heads), GemmJob{});
-        for (int h = 0; h < c.heads; ++h) {
-            GemmJob& job = jobs_[size_t(h)];
-            job.w = &layer.matrix(MatrixSlot::kValueUp, h);
-            job.a = s_.o_latent.data + h * out_wide, job.lda = s_.o_latent.stride, job.m = batch.rows;
-            job.c = s_.mixed.data + h * c.v_dim, job.ldc = s_.mixed.stride;
-            if (c.mla_gate) job.finish = Finish::kGate, job.d = s_.in.data + gate_at + h * c.v_dim, job.ldd = s_.in.stride;
-        }
-        gemm.run(jobs_.data(), c.heads);
-    });
+    const int gate_at = (c.q_lora ? c.q_lora : c.q_width()) + c.row_width(), out_wide = round16(c.kv_lora);
+    std::vector<GemmJob>& jobs = part.hand.jobs;
+    jobs.clear();
+    for (int h = 0; h < c.heads; ++h) {
+        GemmJob job = part.job(layer.matrix(MatrixSlot::kValueUp, h), s_.o_latent, s_.mixed);
+        job.a += h * out_wide, job.c += h * c.v_dim;
+        if (c.mla_gate) job.finish = Finish::kGate, job.d = s_.in.row(part.row0) + gate_at + h * c.v_dim, job.ldd = s_.in.stride;
+        jobs.push_back(job);
+    }
+    part.gemm.run(jobs.data(), c.heads);
 }
 
 }  // namespace mr

@@ -26,96 +26,92 @@ void choose(const float* scores, int n, int k, int32_t* chosen) {
 }  // namespace
 
 // Fills chosen and weight [rows][k]; then groups by expert: `first[e]` is where expert e's share of the joint list
-// begins, `order` lists the rows, `place[row*k + i]` is the list position of a row's i-th expert.
-void Model::route(const Layer& layer, int rows) {
+// begins, `order` lists the rows, `place[row*k + i]` is the list position of a row's i-th expert. A part's list has the
+// places of its rows.
+void Model::route(const Layer& layer, const Part& part) {
     const Config& c = config;
-    const int E = c.experts, k = c.top_k;
+    const int E = c.experts, k = c.top_k, listed = part.row0 * k;
     const float* bias = layer.vector(VectorSlot::kRouterBias);
-    auto& biased = thread_scratch_[0];
-    biased.resize(size_t(E) + 16);
-    s_.first.assign(size_t(E) + 1, 0);
-    for (int row = 0; row < rows; ++row) {
+    Hand& hand = part.hand;
+    if (hand.scratch.size() < size_t(E) + 16) hand.scratch.resize(size_t(E) + 16);
+    float* biased = hand.scratch.data();
+    hand.first.assign(size_t(E) + 1, 0);
+    for (int row = part.row0; row < part.row0 + part.rows; ++row) {
         float* s = s_.ffn.row(row);
         each16(E, [&](int i, int lanes, int) {
             const F16 x = sigmoid(load16_n(s + i, lanes));
             store16_n(s + i, x, lanes);
-            store16_n(biased.data() + i, add(x, load16_n(bias + i, lanes)), lanes);
+            store16_n(biased + i, add(x, load16_n(bias + i, lanes)), lanes);
         });
         int32_t* chosen = s_.chosen.data() + row * k;
-        choose(biased.data(), E, k, chosen);
+        choose(biased, E, k, chosen);
         float total = 0;
-        for (int i = 0; i < k; ++i) total += s[chosen[i]], ++s_.first[size_t(chosen[i]) + 1];
+        for (int i = 0; i < k; ++i) total += s[chosen[i]], ++hand.first[size_t(chosen[i]) + 1];
         const float divide = c.renormalize ? total + 1e-20f : 1.0f;
         for (int i = 0; i < k; ++i) s_.weight[size_t(row * k + i)] = s[chosen[i]] / divide * c.routed_scale;
     }
-    for (int e = 0; e < E; ++e) s_.first[size_t(e) + 1] += s_.first[size_t(e)];
-    s_.cursor.assign(s_.first.begin(), s_.first.end());
-    for (int i = 0; i < rows * k; ++i) {
-        const int at = s_.cursor[size_t(s_.chosen[size_t(i)])]++;
+    hand.first[0] = listed;
+    for (int e = 0; e < E; ++e) hand.first[size_t(e) + 1] += hand.first[size_t(e)];
+    hand.cursor.assign(hand.first.begin(), hand.first.end());
+    for (int i = listed; i < listed + part.rows * k; ++i) {
+        const int at = hand.cursor[size_t(s_.chosen[size_t(i)])]++;
         s_.order[size_t(at)] = i / k, s_.place[size_t(i)] = at;
     }
 }
 
-void Model::dense(const Layer& layer, int rows, float* h) {
-    timed(Op::kFfnIn, [&] {
-        GemmJob job;
-        job.w = &layer.matrix(MatrixSlot::kDenseIn);
-        job.a = s_.x.data, job.lda = s_.x.stride, job.m = rows, job.c = s_.wide.data, job.ldc = s_.wide.stride;
+void Model::dense(const Layer& layer, const Part& part, const Buffer& h) {
+    timed(part.hand, Op::kFfnIn, [&] {
+        GemmJob job = part.job(layer.matrix(MatrixSlot::kDenseIn), s_.x, s_.wide);
         job.finish = Finish::kGlu, job.act = act_;
-        gemm.run(job);
+        part.gemm.run(job);
     });
-    timed(Op::kFfnOut, [&] {
-        GemmJob job;
-        job.w = &layer.matrix(MatrixSlot::kDenseOut);
-        job.a = s_.wide.data, job.lda = s_.wide.stride, job.m = rows;
-        job.finish = Finish::kAdd, job.c = h, job.ldc = s_.x.stride, job.d = h, job.ldd = s_.x.stride;
-        gemm.run(job);
+    timed(part.hand, Op::kFfnOut, [&] {
+        GemmJob job = part.job(layer.matrix(MatrixSlot::kDenseOut), s_.wide, h);
+        job.finish = Finish::kAdd, job.d = job.c, job.ldd = job.ldc;
+        part.gemm.run(job);
     });
 }
 
-void Model::moe(const Layer& layer, int rows, float* h) {
+void Model::moe(const Layer& layer, const Part& part, const Buffer& h) {
     const Config& c = config;
     const int k = c.top_k, size = c.expert_size();
     const Buffer z = c.latent ? Buffer{s_.ffn.data + c.experts, s_.ffn.stride} : s_.x;
-    timed(Op::kFfnIn, [&] {  // router and latent beside the shared experts' first half
-        GemmJob jobs[2];
-        jobs[0].w = &layer.matrix(MatrixSlot::kFfnIn);
-        jobs[0].c = s_.ffn.data, jobs[0].ldc = s_.ffn.stride;
-        jobs[1].w = &layer.matrix(MatrixSlot::kSharedIn);
-        jobs[1].c = s_.joined.data + c.latent, jobs[1].ldc = s_.joined.stride;
-        jobs[1].finish = Finish::kGlu, jobs[1].act = act_;
-        for (GemmJob& job : jobs) job.a = s_.x.data, job.lda = s_.x.stride, job.m = rows;
-        gemm.run(jobs, 2);
+    timed(part.hand, Op::kFfnIn, [&] {  // router and latent beside the shared experts' first half
+        GemmJob jobs[2] = {part.job(layer.matrix(MatrixSlot::kFfnIn), s_.x, s_.ffn),
+                           part.job(layer.matrix(MatrixSlot::kSharedIn), s_.x, s_.joined)};
+        jobs[1].c += c.latent, jobs[1].finish = Finish::kGlu, jobs[1].act = act_;
+        part.gemm.run(jobs, 2);
     });
-    timed(Op::kRoute, [&] { route(layer, rows); });
+    timed(part.hand, Op::kRoute, [&] { route(layer, part); });
     const auto experts = [&](MatrixSlot slot, const auto& fill) {
-        jobs_.clear();
+        std::vector<GemmJob>& jobs = part.hand.jobs;
+        jobs.clear();
         for (int e = 0; e < c.experts; ++e) {
-            const int at = s_.first[size_t(e)], m = s_.first[size_t(e) + 1] - at;
+            const int at = part.hand.first[size_t(e)], m = part.hand.first[size_t(e) + 1] - at;
             if (!m) continue;
             GemmJob job;
             job.w = &layer.matrix(slot, e), job.m = m;
             fill(job, at);
-            jobs_.push_back(job);
+            jobs.push_back(job);
         }
-        gemm.run(jobs_.data(), int(jobs_.size()));
+        part.gemm.run(jobs.data(), int(jobs.size()));
     };
-    timed(Op::kExpertIn, [&] {
+    timed(part.hand, Op::kExpertIn, [&] {
         experts(MatrixSlot::kExpertIn, [&](GemmJob& job, int at) {
             job.a = z.data, job.lda = z.stride, job.rows = s_.order.data() + at;
             job.c = s_.act.row(at), job.ldc = s_.act.stride, job.finish = Finish::kGlu, job.act = act_;
         });
     });
-    timed(Op::kExpertOut, [&] {
+    timed(part.hand, Op::kExpertOut, [&] {
         experts(MatrixSlot::kExpertOut, [&](GemmJob& job, int at) {
             job.a = s_.act.row(at), job.lda = s_.act.stride, job.c = s_.expert.row(at), job.ldc = s_.expert.stride;
         });
     });
-    timed(Op::kCombine, [&] {
-        for_rows(rows, [&](int row) {
+    timed(part.hand, Op::kCombine, [&] {
+        part.each_row([&](int row) {
             const int32_t* place = s_.place.data() + row * k;
             const float* weight = s_.weight.data() + row * k;
-            float* to = c.latent ? s_.joined.row(row) : h + row * s_.x.stride;
+            float* to = c.latent ? s_.joined.row(row) : h.row(row);
             each16(size, [&](int i, int lanes, int) {
                 F16 sum = zero16();
                 for (int j = 0; j < k; ++j)
@@ -126,12 +122,10 @@ void Model::moe(const Layer& layer, int rows, float* h) {
             if (c.latent) rms_norm(to, layer.vector(VectorSlot::kRoutedNorm), size, c.eps, to);
         });
     });
-    timed(Op::kFfnOut, [&] {  // latent up and shared down as one product over their joined inputs
-        GemmJob job;
-        job.w = &layer.matrix(MatrixSlot::kFfnOut);
-        job.a = s_.joined.data, job.lda = s_.joined.stride, job.m = rows;
-        job.finish = Finish::kAdd, job.c = h, job.ldc = s_.x.stride, job.d = h, job.ldd = s_.x.stride;
-        gemm.run(job);
+    timed(part.hand, Op::kFfnOut, [&] {  // latent up and shared down as one product over their joined inputs
+        GemmJob job = part.job(layer.matrix(MatrixSlot::kFfnOut), s_.joined, h);
+        job.finish = Finish::kAdd, job.d = job.c, job.ldd = job.ldc;
+        part.gemm.run(job);
     });
 }
 

@@ -9,16 +9,6 @@
 #include "rows.h"
 
 namespace mr {
-namespace {
-
-constexpr int kMaxSources = 64;  // AttnRes vectors one mix may weigh
-
-void move_row(const Buffer& buffer, int from, int to) {
-    std::memcpy(buffer.row(to), buffer.row(from), size_t(buffer.stride) * 4);
-}
-
-}  // namespace
-
 double now(Clock clock) {
     timespec t;
     clock_gettime(clock == Clock::kCpu ? CLOCK_THREAD_CPUTIME_ID : CLOCK_MONOTONIC, &t);
@@ -32,7 +22,8 @@ void Progress::layer_done() {
 }
 
 Model::Model(const Config& c, const uint8_t* layer_kinds, int threads)
-    : config(c), pool(threads), gemm(pool), layers(size_t(c.num_layers)), thread_scratch_(size_t(pool.size())) {
+    : config(c), pool(threads), gemm(pool), layers(size_t(c.num_layers)), hands_(size_t(pool.size())) {
+    hands_[0].leads = true;
     int mla = 0, kda = 0;
     for (int i = 0; i < c.num_layers; ++i) {
         Layer& l = layers[size_t(i)];
@@ -43,14 +34,6 @@ Model::Model(const Config& c, const uint8_t* layer_kinds, int threads)
     act_ = {c.situ != 0, c.beta, c.linear_beta};
     if (num_blocks() + 1 > kMaxSources) throw std::runtime_error("more AttnRes blocks than this build can mix");
     if (c.conv_kernel < 1 || c.conv_kernel > kMaxTaps) throw std::runtime_error("convolution kernel is too long");
-}
-
-void Model::for_rows(int rows, const std::function<void(int)>& f) {
-    constexpr int kRowsPerTask = 16;
-    pool.run((rows + kRowsPerTask - 1) / kRowsPerTask, [&](int task, int) {
-        const int end = min_int(rows, (task + 1) * kRowsPerTask);
-        for (int row = task * kRowsPerTask; row < end; ++row) f(row);
-    });
 }
 
 void Model::reserve(int rows) {
@@ -89,137 +72,6 @@ void Model::reserve(int rows) {
     s_.order.resize(size_t(listed));
     s_.place.resize(size_t(listed));
     s_.weight.resize(size_t(listed));
-}
-
-void Model::embed(const Batch& batch) {
-    const int d = config.hidden;
-    for (int row = 0; row < batch.rows; ++row) {
-        float* to = s_.residual[0].row(row);
-        const int64_t at = int64_t(batch.ids[row]) * d;
-        if (embedding_kind == Kind::kF32) {
-            std::memcpy(to, static_cast<const float*>(embedding) + at, size_t(d) * 4);
-        } else {
-            const uint16_t* from = static_cast<const uint16_t*>(embedding) + at;
-            for (int i = 0; i < d; ++i) to[i] = bf16_to_float(from[i]);
-        }
-    }
-}
-
-// x = RMSNorm of the row's AttnRes mix: the sources' raw vectors, weighted by the softmax of
-// their normed vectors' scores. Without a mix, RMSNorm of the prefix sum alone.
-void Model::mix_norm_row(int row, int blocks, const float* mix, const float* norm) {
-    const int d = config.hidden;
-    float* x = s_.x.row(row);
-    if (!mix || blocks == 0) return rms_norm(s_.residual[size_t(blocks)].row(row), norm, d, config.eps, x);
-    float score[kMaxSources];
-    float top = 0;
-    for (int i = 0; i <= blocks; ++i) {
-        const float* v = s_.residual[size_t(i)].row(row);
-        Sum squares, dot;
-        each16(d, [&](int c, int lanes, int j) {
-            const F16 a = load16_n(v + c, lanes);
-            squares.part[j] = fma(a, a, squares.part[j]);
-            dot.part[j] = fma(a, load16_n(mix + c, lanes), dot.part[j]);
-        });
-        score[i] = dot.total() / std::sqrt(squares.total() / float(d) + config.eps);
-        top = i == 0 || top < score[i] ? score[i] : top;
-    }
-    float total = 0;
-    for (int i = 0; i <= blocks; ++i) total += score[i] = exp1(score[i] - top);
-    for (int i = 0; i <= blocks; ++i) score[i] /= total;
-    each16(d, [&](int c, int lanes, int) {
-        F16 sum = zero16();
-        for (int i = 0; i <= blocks; ++i)
-            sum = fma(set16(score[i]), load16_n(s_.residual[size_t(i)].row(row) + c, lanes), sum);
-        store16_n(x + c, sum, lanes);
-    });
-    rms_norm(x, norm, d, config.eps, x);
-}
-
-void Model::mix_norm(int rows, int blocks, const float* mix, const float* norm) {
-    timed(Op::kMix, [&] { for_rows(rows, [&](int row) { mix_norm_row(row, blocks, mix, norm); }); });
-}
-
-void Model::forward(Batch batch) {
-    const Config& c = config;
-    const double few = int(batch.segments.size()) <= kFewSequences ? kFewShare : 1.0;
-    pool.alone(double(batch.rows) * row_macs_ < few * share_macs);
-    reserve(batch.rows);
-    timed(Op::kEmbed, [&] { embed(batch); });
-    int blocks = 0;  // residual[blocks] is the prefix sum h
-    size_t next_tap = 0;
-    for (int i = 0; i < c.num_layers; ++i) {
-        const Layer& layer = layers[size_t(i)];
-        const auto mix = [&](VectorSlot s) { return c.res_block ? layer.vector(s) : nullptr; };
-        mix_norm(batch.rows, blocks, mix(VectorSlot::kAttnRes), layer.vector(VectorSlot::kInNorm));
-        // At a boundary the raw layer input becomes a block, and the prefix restarts from the attention output alone.
-        const bool boundary = c.res_block && i % c.res_block == 0;
-        if (boundary) ++blocks;
-        float* h = s_.residual[size_t(blocks)].data;
-        GemmJob job;
-        job.w = &layer.matrix(MatrixSlot::kAttnIn);
-        job.a = s_.x.data, job.lda = s_.x.stride, job.m = batch.rows, job.c = s_.in.data, job.ldc = s_.in.stride;
-        timed(Op::kAttnIn, [&] { gemm.run(job); });
-        // What later tokens need is kept for every row; past that, the last layer only serves rows with logits.
-        const bool tapped = batch.taps && next_tap < taps.size() && taps[next_tap] == i;
-        const bool last = i + 1 == c.num_layers && !tapped;
-        if (layer.mla) {
-            timed(Op::kMlaStore, [&] { mla_store(layer, batch); });
-            if (last) batch = narrow(batch, blocks, s_.in);
-            mla(layer, batch);
-        } else {
-            kda(layer, batch);
-            if (batch.progress) batch.progress->layer_done();
-            if (last) batch = narrow(batch, blocks, s_.mixed);
-        }
-        if (!batch.rows) return;
-        job.m = batch.rows;
-        job.w = &layer.matrix(MatrixSlot::kAttnOut);
-        job.a = s_.mixed.data, job.lda = s_.mixed.stride, job.c = h, job.ldc = s_.x.stride;
-        if (!boundary) job.finish = Finish::kAdd, job.d = h, job.ldd = s_.x.stride;
-        timed(Op::kAttnOut, [&] { gemm.run(job); });
-        mix_norm(batch.rows, blocks, mix(VectorSlot::kFfnRes), layer.vector(VectorSlot::kPostNorm));
-        if (layer.dense) dense(layer, batch.rows, h);
-        else moe(layer, batch.rows, h);
-        if (!tapped) continue;
-        for (int row = 0; row < batch.rows; ++row) {
-            float* to = batch.taps + (int64_t(row) * int64_t(taps.size()) + int64_t(next_tap)) * c.hidden;
-            std::memcpy(to, s_.residual[size_t(blocks)].row(row), size_t(c.hidden) * 4);
-        }
-        ++next_tap;
-        if (i + 1 == c.num_layers) batch = narrow(batch, blocks, s_.x);
-    }
-    if (!batch.rows) return;
-    timed(Op::kLogits, [&] { logits(batch, blocks); });
-}
-
-// The rows that want logits, moved together: in the residual stream and in `attention`, the buffer in use.
-Batch Model::narrow(const Batch& batch, int blocks, const Buffer& attention) {
-    Batch kept = batch;
-    kept.segments.clear();
-    kept.rows = 0;
-    for (Segment s : batch.segments) {
-        const int n = s.num_logits(), from = s.row0 + s.tokens - n;
-        if (!n) continue;
-        s.row0 = kept.rows, s.start += s.tokens - n, s.tokens = n;
-        kept.segments.push_back(s);
-        for (int row = from; row < from + n; ++row, ++kept.rows) {  // ascending: rows only ever move up
-            if (row == kept.rows) continue;
-            for (int i = 0; i <= blocks; ++i) move_row(s_.residual[size_t(i)], row, kept.rows);
-            move_row(attention, row, kept.rows);
-        }
-    }
-    return kept;
-}
-
-void Model::logits(const Batch& batch, int blocks) {
-    const float* mix = config.res_block ? globals.vector(VectorSlot::kFinalRes) : nullptr;
-    for_rows(batch.rows, [&](int row) { mix_norm_row(row, blocks, mix, globals.vector(VectorSlot::kFinalNorm)); });
-    GemmJob job;
-    job.w = &globals.matrix(MatrixSlot::kHead);
-    job.a = s_.x.data, job.lda = s_.x.stride, job.m = batch.rows;
-    job.c = batch.logits, job.ldc = config.vocab;
-    gemm.run(job);
 }
 
 namespace {

@@ -2,7 +2,6 @@
 // and the parts that pass through them. model/batch.py describes the pools.
 #pragma once
 
-#include <functional>
 #include <vector>
 
 #include "gemm.h"
@@ -113,7 +112,7 @@ struct Fold {
 struct Batch {
     std::vector<Segment> segments;
     const int32_t* ids = nullptr;
-    int rows = 0;
+    int row0 = 0, rows = 0;  // `ids` and `taps` are indexed by row, `logits` from row0 on
     float* pool_rows = nullptr;
     int64_t block_floats = 0;
     int block_tokens = 0;
@@ -134,6 +133,7 @@ struct Batch {
 // `kMaxRows` bounds: longer batches run in tiles, which changes no bit.
 constexpr int kMaxRows = 512;
 constexpr int kMaxTaps = 8;  // of the short convolutions
+constexpr int kMaxSources = 64;  // AttnRes vectors one mix may weigh
 
 struct Buffer {
     float* data = nullptr;
@@ -141,11 +141,51 @@ struct Buffer {
     float* row(int64_t r) const { return data + r * stride; }
 };
 
+// Where a model's weights stay in the caches, every thread may read them all, and rows are shared out between threads
+// instead of weights. At most this many bytes of weights, and rows that a thread works on together.
+constexpr double kCached = 24 << 20;
+constexpr int kMostRowsTogether = 64;
+constexpr double kUneven = 1.2;  // by how much one thread's share may exceed the average where sequences are shared out
+
 struct Scratch {
     std::vector<Buffer> residual;  // AttnRes blocks, then the running prefix sum
     Buffer x, in, decay, gate, mixed, q, q_latent, o_latent, ffn, joined, act, expert, wide;
-    std::vector<int32_t> chosen, place, order, first, cursor;  // routing: see moe.cpp
+    std::vector<int32_t> chosen, place, order;  // routing, top_k for each row: see moe.cpp
     std::vector<float> weight;
+};
+
+// What a thread has for itself.
+struct Hand {
+    bool leads = false;  // the thread that calls `forward`; operations are timed there
+    Gemm alone;          // products on this thread
+    std::vector<GemmJob> jobs;
+    std::vector<int32_t> first, cursor;  // routing
+    std::vector<float> scratch;
+};
+
+// Successive rows of a pass, and who works on them: one thread alone, or with a pool all together.
+struct Part {
+    int row0, rows;
+    Hand& hand;
+    Gemm& gemm;
+    Pool* pool;
+
+    GemmJob job(const Matrix& w, const Buffer& a, const Buffer& c) const {
+        GemmJob job;
+        job.w = &w, job.a = a.row(row0), job.lda = a.stride, job.m = rows, job.c = c.row(row0), job.ldc = c.stride;
+        return job;
+    }
+    template <class F>
+    void each_row(const F& f) const {
+        const int threads = pool ? pool->threads() : 1, share = (rows + threads - 1) / threads;
+        const int most = share < 2 ? 2 : share < 16 ? share : 16;
+        const auto task = [&](int t, int) {
+            for (int i = t * most; i < min_int(rows, (t + 1) * most); ++i) f(row0 + i);
+        };
+        const int tasks = (rows + most - 1) / most;
+        if (pool) return pool->run(tasks, task);
+        for (int t = 0; t < tasks; ++t) task(t, 0);
+    }
 };
 
 enum class Op : int {  // mirrored by ffi.py
@@ -199,11 +239,27 @@ private:
 // since no code is decoded on the way. Large models, which are experts for the most part, never come near.
 constexpr double kWidenBytes = 16 << 20;
 
+// Who runs a batch through the layers: `hand` alone, or with a pool all threads.
+struct Crew {
+    Hand& hand;
+    Gemm& gemm;
+    Pool* pool = nullptr;
+    Hand* hands = nullptr;  // of the pool's threads
+    int groups = 1;  // of rows, each worked on by one thread between two attentions; 1: all rows together
+    int threads() const { return pool ? pool->threads() : 1; }
+
+    template <class F>
+    void run(int tasks, const F& f) const {  // f(task, hand)
+        if (pool) return pool->run(tasks, [&](int task, int thread) { f(task, hands[thread]); });
+        for (int i = 0; i < tasks; ++i) f(i, hand);
+    }
+};
+
 class Model {
 public:
     Model(const Config& config, const uint8_t* layer_kinds, int threads);
 
-    void forward(Batch batch);      // at most kMaxRows rows
+    void forward(const Batch& batch);  // at most kMaxRows rows
     void fold(const std::vector<Fold>& folds, const Records& records, float* pool_state, int64_t slot_floats);
     int64_t record_floats(int tokens) const;
     bool widens_experts() const;
@@ -220,6 +276,7 @@ public:
     Kind embedding_kind = Kind::kF32;
     Claims claims;
     double widen_bytes = kWidenBytes;
+    double cached_bytes = kCached;
     double share_macs = kWorthSharing;  // of a tile; below it stays on one thread
     std::vector<int32_t> taps;  // layers, ascending
     Clock profiling = Clock::kOff;
@@ -227,26 +284,37 @@ public:
 
 private:
     void reserve(int rows);
-    void for_rows(int rows, const std::function<void(int)>& f);
     int num_blocks() const { return config.res_block ? (config.num_layers + config.res_block - 1) / config.res_block : 0; }
-    void embed(const Batch& batch);
-    void mix_norm_row(int row, int blocks, const float* mix, const float* norm);
-    void mix_norm(int rows, int blocks, const float* mix, const float* norm);
-    void kda(const Layer& layer, const Batch& batch);
-    void mla_store(const Layer& layer, const Batch& batch);
-    void mla(const Layer& layer, const Batch& batch);
-    void mla_queries(const Layer& layer, int rows);
-    void mla_attend(const Layer& layer, const Batch& batch);
-    void mla_attend_work(const Layer& layer, const Batch& batch, const MlaWork& work, std::vector<float>& scratch);
-    void dense(const Layer& layer, int rows, float* h);
-    void moe(const Layer& layer, int rows, float* h);
-    void route(const Layer& layer, int rows);
-    Batch narrow(const Batch& batch, int blocks, const Buffer& attention);
-    void logits(const Batch& batch, int blocks);
+    // AttnRes blocks that exist when a layer begins; residual[of the next] is the prefix sum after its boundary.
+    int blocks_before(int layer) const { return config.res_block ? (layer + config.res_block - 1) / config.res_block : 0; }
+    int blocks_in(int layer) const { return config.res_block ? layer / config.res_block + 1 : 0; }
 
     template <class F>
-    void timed(Op op, const F& f) {
-        if (profiling == Clock::kOff) return f();
+    void stage(const Batch& batch, const Crew& crew, const F& f);
+    std::vector<Batch> apart(const Batch& batch, int threads) const;
+    void layers_of(Batch batch, const Crew& crew);
+    Batch narrow(const Batch& batch, int blocks, const Buffer& attention);
+    void before_attention(int i, const Batch& batch, const Part& part);
+    void attention(const Layer& layer, const Batch& batch, const Crew& crew);
+    void after_attention(int i, const Batch& batch, const Part& part);
+    void embed(const Batch& batch, const Part& part);
+    void mix_norm_row(int row, int blocks, const float* mix, const float* norm);
+    void mix_norm(const Part& part, int blocks, const float* mix, const float* norm);
+    void kda_gates(const Layer& layer, const Part& part);
+    void kda(const Layer& layer, const Batch& batch, const Crew& crew);
+    void mla_store(const Layer& layer, const Batch& batch, const Part& part);
+    void mla_queries(const Layer& layer, const Part& part);
+    void mla_attend(const Layer& layer, const Batch& batch, const Crew& crew);
+    void mla_attend_work(const Layer& layer, const Batch& batch, const MlaWork& work, std::vector<float>& scratch);
+    void mla_values(const Layer& layer, const Part& part);
+    void dense(const Layer& layer, const Part& part, const Buffer& h);
+    void moe(const Layer& layer, const Part& part, const Buffer& h);
+    void route(const Layer& layer, const Part& part);
+    void logits(const Batch& batch, const Part& part);
+
+    template <class F>
+    void timed(const Hand& hand, Op op, const F& f) {
+        if (profiling == Clock::kOff || !hand.leads) return f();
         const double begin = now(profiling);
         f();
         seconds[int(op)] += now(profiling) - begin;
@@ -255,8 +323,7 @@ private:
     Activation act_;
     Scratch s_;
     std::vector<float> memory_;
-    std::vector<std::vector<float>> thread_scratch_;
-    std::vector<GemmJob> jobs_;
+    std::vector<Hand> hands_;  // one a thread
     int reserved_rows_ = 0;
     double row_macs_ = 0;  // of one row through all layers
 };
