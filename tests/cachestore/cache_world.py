@@ -23,6 +23,7 @@ from tests_cachestore import soon
 from cachestore.arena import Arena
 from cachestore.client import CacheClient, FetchReport, Offer, PublishReport
 from cachestore.index import CacheIndex, Match
+from cachestore.lines import LineServer
 from cachestore.node.core import NodeCore
 from cachestore.node.edge import CacheNodeEdge
 from cachestore.node.intake import Identity, Intake
@@ -207,6 +208,7 @@ class LocalNode:
         self.edge = CacheNodeEdge(
             self.core, self.intake, self.identity, metrics, self.bugs.append, self.disk, self.replication
         )
+        self.lines = LineServer(self.edge, self.edge.at_once)
         self.server = grpc.aio.server()
         cache_pb2_grpc.add_CacheNodeServicer_to_server(self.edge, self.server)
         self.port = self.server.add_insecure_port("127.0.0.1:0")
@@ -215,10 +217,12 @@ class LocalNode:
         await self.disk.open()
         await self.transports.start()
         await self.server.start()
-        self.work = [asyncio.ensure_future(self.disk.run()), asyncio.ensure_future(self.replication.run())]
+        port = await self.lines.start("127.0.0.1")
+        running = (self.disk.run(), self.replication.run(), self.lines.run())
+        self.work = [asyncio.ensure_future(each) for each in running]
         return Member(
             instance_id=self.identity.instance_id, role="cachestore", epoch=self.identity.epoch,
-            grpc_address=f"127.0.0.1:{self.port}", peer=self.transports.peer().SerializeToString(),
+            grpc_address=f"127.0.0.1:{self.port}", line_address=f"127.0.0.1:{port}", peer=self.transports.peer().SerializeToString(),
             load=Load(free_bytes=self.core.stats().free_bytes),
         )  # fmt: skip
 
@@ -228,6 +232,7 @@ class LocalNode:
             task.cancel()
         for result in await asyncio.gather(*self.work, return_exceptions=True):
             assert result is None or isinstance(result, asyncio.CancelledError), result
+        await self.lines.close()
         await self.client.close()
         await self.disk.close()
         self.check_files()

@@ -178,7 +178,10 @@ def test_a_node_that_does_not_answer_leaves_time_for_the_other(valkey: LocalValk
         match = await two.match()
         with socket.create_server(("127.0.0.1", 0)) as deaf:  # takes connections and says nothing
             address = f"127.0.0.1:{deaf.getsockname()[1]}"
-            two.worker.nodes.all = [replace(two.members["a"], grpc_address=address), two.members["b"]]
+            two.worker.nodes.all = [
+                replace(two.members["a"], grpc_address=address, line_address=address),
+                two.members["b"],
+            ]
             started = time.monotonic()
             report = await two.fetch(match, deadline_s=started + 1.5)
             assert (report.tokens, report.miss_reason) == (320, "tier_error")
