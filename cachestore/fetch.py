@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import repeat
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import grpc
 
@@ -67,8 +67,7 @@ class Place:
     on_disk: bool
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FetchReport:
+class FetchReport(NamedTuple):
     """What landed: `tokens` of the hit, all unless `miss_reason` says why not.
 
     `xxh3`: each restored block's checksum, None where it came in pieces. `bytes`, `transport` and the seconds are of
@@ -91,8 +90,7 @@ class FetchReport:
     draft_refused: int = 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Target:
+class Target(NamedTuple):
     """Where a fetch goes: one slice per block, one for the state, and with a `drafter` one per block for its rows.
 
     All are the caller's again once nothing lands.
@@ -154,7 +152,7 @@ class Fetch:
         self, bundle: CacheHit, parts: Sequence[Part], reports: Sequence[ReadReport], missed: _Miss | None
     ) -> FetchReport:
         end = bundle.snapshot.first_block
-        sums, nodes, on_disk = zip(*(self._landed[i] for i in range(end)), strict=True)
+        xxh3, places = self._origins(parts, end)
         drafts: dict[int, DraftRead] = {d.block: d for part in parts for d in part.landed_drafts()}
         first = run_of_drafts(set(drafts), end)
         return FetchReport(
@@ -166,15 +164,25 @@ class Fetch:
             note=next((r.note for r in reports if r.note is not None), None),
             pull_seconds=max((r.pull_seconds for r in reports), default=0.0),
             verify_seconds=sum(r.verify_seconds for r in reports),
-            xxh3=sums,
-            places=tuple(
-                Place(node=self._members[node], blocks=count, on_disk=disk)
-                for (node, disk), count in Counter(zip(nodes, on_disk, strict=True)).items()
-            ),
+            xxh3=xxh3,
+            places=places,
             draft_first=bundle.tokens // end * first,
             draft_xxh3=tuple(drafts[i].xxh3 for i in range(first, end)),
             draft_refused=sum(len(part.drafts) for part in parts) - (end - first),
         )
+
+    def _origins(self, parts: Sequence[Part], end: int) -> tuple[tuple[int | None, ...], tuple[Place, ...]]:
+        """Each block's checksum, and where they came from."""
+        if len(parts) == 1 and len(parts[0].sums) == end and True not in parts[0].on_disk:
+            return tuple(parts[0].sums), (Place(node=parts[0].member, blocks=end, on_disk=False),)
+        for part in parts:
+            self._note_landed(part, len(part.sums))
+        xxh3, nodes, on_disk = zip(*(self._landed[i] for i in range(end)), strict=True)
+        places = (
+            Place(node=self._members[node], blocks=count, on_disk=disk)
+            for (node, disk), count in Counter(zip(nodes, on_disk, strict=True)).items()
+        )
+        return xxh3, tuple(places)
 
     async def _attempt(self, bundle: CacheHit, until_s: float) -> tuple[list[Part], list[ReadReport]]:
         """Lease on every node, read, give the leases back. Raises: _Miss."""
@@ -187,8 +195,6 @@ class Fetch:
             for part in parts:
                 if time.monotonic() > part.valid_until_s:
                     raise _Miss("tier_error", "a lease ended before the read did")
-            for part in parts:
-                self._note_landed(part, len(part.sums))
             return parts, reports
         finally:
             if not self._to.landing.pending:  # else the leases end by themselves: their reads may still be under way
@@ -223,7 +229,9 @@ class Fetch:
         member = self._nodes.find(*key)
         if member is None or key in self._silent:
             raise _Miss("stale_index", f"{key[0]} epoch {key[1]} is not a member, or does not answer")
-        return parts.setdefault(key, Part(member=member, ranges=[]))
+        if key not in parts:
+            parts[key] = Part(member=member, ranges=[])
+        return parts[key]
 
     def _missing(self, run: CacheRun) -> Iterator[tuple[int, int]]:
         """The run without what is in its place already."""

@@ -5,16 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
-import numpy.typing as npt
-
-from cachestore.spans import DISK, unpack
+from cachestore.spans import DISK, Record, unpack
 from cachestore.transports import Batch, ReadHandle, Slice
 from moonrelay.membership import Member
 from moonrelay.stubs.v1 import cache_pb2
 
 NodeKey = tuple[str, int]
-Record = tuple[int, int, int, int, int, int]  # pool, tier, last, offset, length, xxh3
 
 
 class UnreadableLease(Exception):
@@ -44,9 +40,9 @@ class Part:
     snapshot: int = 0
     lease: cache_pb2.LeaseReply | None = None
     valid_until_s: float = 0.0
-    ends: npt.NDArray[np.bool_] = field(default_factory=lambda: np.zeros(0, bool))  # per span: the entry's last
+    ends: Sequence[int] = ()  # per span of an entry: 1 where it is the last of it
     sums: Sequence[int | None] = ()  # of `blocks()`; None where it came in pieces
-    on_disk: list[bool] = field(default_factory=list)  # of `blocks()`
+    on_disk: Sequence[bool] = ()  # of `blocks()`
     nbytes: int = 0  # of its entries
     offered: dict[int, list[Record]] = field(default_factory=dict)  # block to records of its drafter rows
     drafts: list[DraftRead] = field(default_factory=list)
@@ -64,7 +60,7 @@ class Part:
     @property
     def whole_entries(self) -> int:
         """So many of `entries()`, from the first on, are in their place and agree."""
-        return int(np.count_nonzero(self.ends[: self.handle.verified])) if self.handle is not None else 0
+        return sum(self.ends[: self.handle.verified]) if self.handle is not None else 0
 
     def blocks(self) -> list[int]:
         return [i for first, end in self.ranges for i in range(first, end)]
@@ -92,31 +88,22 @@ class Part:
             records = unpack(self.lease.spans)
         except ValueError as error:
             raise UnreadableLease(f"an unreadable lease: {error}") from None
-        self.ends = records["last"] != 0
-        if int(np.count_nonzero(self.ends)) != len(places):
+        pools, tiers, self.ends, offsets, lengths, self.sums = zip(*records, strict=True) if records else ((),) * 6
+        if sum(self.ends) != len(places) or max(self.ends) > 1:
             raise UnreadableLease("the lease covers other entries than were asked for")
-        pieces: list[tuple[int, int, int, int, int]] = []
-        number = done = 0
-        into, at, size = places[0]
-        for pool, _, last, offset, length, _ in records.tolist():
-            pieces.append((pool, offset, into, at + done, length))
-            done += length
-            if last:
-                if done != size:
-                    raise OtherForm(f"an entry has {done} bytes where {size} belong")
-                number, done = number + 1, 0
-                if number < len(places):
-                    into, at, size = places[number]
-        sums: list[int] = records["xxh3"].tolist()
+        into, at, sizes = zip(*places, strict=True)
         batch = Batch()
-        batch.add(pieces, records["length"].tolist(), sums)
-        self.sums, tiers = sums[:num_blocks], records["tier"]
-        if len(sums) != len(places):  # some in pieces: an entry with its checksum is one whose first span is its last
-            begins = np.concatenate(([True], self.ends[:-1]))[self.ends]
-            found = zip(records["xxh3"][self.ends].tolist(), begins.tolist(), range(num_blocks), strict=False)
-            self.sums, tiers = [xxh3 if whole else None for xxh3, whole, _ in found], tiers[self.ends]
-        self.on_disk = (tiers[:num_blocks] == DISK).tolist()
-        self.nbytes = sum(batch.lengths)
+        if lengths == sizes:  # each in one piece
+            batch.add(zip(pools, offsets, into, at, lengths, strict=True), lengths, self.sums)
+        else:
+            batch.add(_pieces(records, places), lengths, self.sums)
+            starts = (1, *self.ends)
+            ends = [i for i, last in enumerate(self.ends) if last]
+            self.sums = [self.sums[i] if starts[i] else None for i in ends]
+            tiers = tuple(tiers[i] for i in ends)
+        self.sums = self.sums[:num_blocks]
+        self.on_disk = [tier == DISK for tier in tiers[:num_blocks]]
+        self.nbytes = sum(lengths)
         return batch
 
     def read_offer(self, draft_into: Sequence[Slice]) -> None:
@@ -124,7 +111,7 @@ class Part:
         not there, and so is what comes after it."""
         assert self.lease is not None
         try:
-            records: list[Record] = unpack(self.lease.draft_spans).tolist()
+            records = unpack(self.lease.draft_spans)
         except ValueError:
             return
         deepest_first = reversed(self.blocks())
@@ -149,6 +136,21 @@ class Part:
                 done += length
             whole = records[0][5] if len(records) == 1 else None
             self.drafts.append(DraftRead(block, len(batch.lengths), done, whole))
+
+
+def _pieces(records: Sequence[Record], places: Sequence[Slice]) -> list[tuple[int, int, int, int, int]]:
+    """The spans of entries that came in several, one after the other in their places. Raises: OtherForm."""
+    pieces: list[tuple[int, int, int, int, int]] = []
+    number = done = 0
+    for pool, _, last, offset, length, _ in records:
+        into, at, size = places[number]
+        pieces.append((pool, offset, into, at + done, length))
+        done += length
+        if last:
+            if done != size:
+                raise OtherForm(f"an entry has {done} bytes where {size} belong")
+            number, done = number + 1, 0
+    return pieces
 
 
 def run_of_drafts(blocks: set[int], end: int) -> int:

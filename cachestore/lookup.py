@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 from moonrelay.errors import InvariantError
 from moonrelay.prefix import HASH_BYTES, Fingerprint, prefix_root
@@ -89,8 +89,7 @@ def _tenant_key(salt: str) -> bytes:
 UNSALTED = _tenant_key("")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
+class Run(NamedTuple):
     """Blocks [first, end) on one life of one node."""
 
     node_id: str
@@ -102,8 +101,7 @@ class Run:
         return CacheRun(node_id=self.node_id, node_epoch=self.epoch, first_block=self.first, end_block=self.end)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Bundle:
+class Bundle(NamedTuple):
     """Blocks [0, N) and the snapshot at N, and who has them."""
 
     tokens: int
@@ -161,8 +159,7 @@ def _hit(bundle: Bundle) -> CacheHit:
 Cover = Sequence[tuple[int, int, int]]  # (life, first, end) in order, without a gap from 0; lives count from 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
+class Found(NamedTuple):
     """What is known of a prompt's blocks, in blocks. Lives are numbered as the lookup gave them.
 
     depth <= stale <= kept <= seen: how deep live nodes' blocks go, then those of a dead one, then those that a worker

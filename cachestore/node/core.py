@@ -316,21 +316,34 @@ class NodeCore(DraftLedger):
     # Leases.
 
     def lease(self, keys: Sequence[Key], ttl_ms: int, now_ms: int) -> Lease | Key | None:
-        """A timed right to read all of `keys`; the first key that is not in memory; None: there are too many."""
+        """A timed right to read all of `keys`, which are used now; the first key that is not in memory; None: there
+        are too many."""
+        lease = self.grant(keys, ttl_ms, now_ms)
+        if isinstance(lease, Lease):
+            self.used(keys, now_ms)
+        return lease
+
+    def grant(self, keys: Sequence[Key], ttl_ms: int, now_ms: int) -> Lease | Key | None:
+        """As `lease`, without what need not be done before the reader has its answer: `used` is to follow."""
         for key in keys:
             entry = self._entries.get(key)
             if entry is None or entry.state not in IN_MEMORY:
                 return key
-        self._end_quiet(now_ms)
         lease = self._leases.grant(keys, ttl_ms, now_ms)
         if lease is not None:
             for key in keys:
                 self._retention.pin(key)
-                if self._entries[key].state is State.HOST:
-                    self._disk.want(key, used=True)
-            self._retention.hit(keys)
-            self._disk.retention.hit(keys)
         return lease
+
+    def used(self, keys: Sequence[Key], now_ms: int) -> None:
+        """These were leased; those that are still here are worth more than before."""
+        self._end_quiet(now_ms)
+        for key in keys:
+            entry = self._entries.get(key)
+            if entry is not None and entry.state is State.HOST:
+                self._disk.want(key, used=True)
+        self._retention.hit(keys)
+        self._disk.retention.hit(keys)
 
     def regions(self, key: Key) -> tuple[Region, ...]:
         """Where the bytes of an entry that can be leased now are; nothing of another."""

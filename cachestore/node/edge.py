@@ -126,8 +126,8 @@ class CacheNodeEdge(cache_pb2_grpc.CacheNodeServicer):
 
     def _lease_from_memory(self, request: cache_pb2.LeaseRequest) -> cache_pb2.LeaseReply | None:
         """None where something is on disk only."""
-        for ended in request.ended:
-            self._core.release(ended.lease_id, ended.fence)
+        if request.ended:
+            asyncio.get_running_loop().call_soon(self._after, self._end, request)
         if request.node_epoch != self._identity.epoch:
             raise StaleEpoch(f"this node's epoch is {self._identity.epoch}, not {request.node_epoch}")
         if not 0 < request.ttl_ms <= LEASE_TTL_MS_MAX:
@@ -142,14 +142,16 @@ class CacheNodeEdge(cache_pb2_grpc.CacheNodeServicer):
         # What rests on a chain's deepest block cannot leave before it: holding that one holds all.
         ends = [Key(request.root, BLOCK, each.last) for each in request.chains]
         ends += [Key(request.root, SNAPSHOT, request.snapshot)] * bool(request.snapshot)
-        lease = self._core.lease(ends, request.ttl_ms, _now_ms())
+        now_ms = _now_ms()
+        lease = self._core.grant(ends, request.ttl_ms, now_ms)
+        if lease is None and request.ended:  # among them may be what is too many
+            self._end(request)
+            lease = self._core.grant(ends, request.ttl_ms, now_ms)
         if lease is None:
             raise Overloaded("too many leases are in force")
         if isinstance(lease, Key):
             raise NotHere(f"a {lease.kind} is not here")
-        self._metrics.leases_granted.inc()
-        if request.snapshot and self._replication is not None:
-            self._replication.leased(ends[-1])
+        asyncio.get_running_loop().call_soon(self._after, self._used, request, ends, now_ms)
         spans = b"".join([each.spans for each in found])
         if from_disk:
             spans = mark_disk(spans, from_disk)
@@ -157,6 +159,24 @@ class CacheNodeEdge(cache_pb2_grpc.CacheNodeServicer):
         return cache_pb2.LeaseReply(
             lease_id=lease.id, fence=lease.fence, ttl_ms=lease.ttl_ms, spans=spans, draft_spans=drafts
         )
+
+    def _after(self, step: Callable[..., None], *given: Any) -> None:
+        """Housekeeping that no reader waits for: what a call leaves to do once its answer is on its way."""
+        try:
+            step(*given)
+        except Exception as bug:
+            self._on_bug(bug)
+            raise
+
+    def _end(self, request: cache_pb2.LeaseRequest) -> None:
+        for ended in request.ended:
+            self._core.release(ended.lease_id, ended.fence)
+
+    def _used(self, request: cache_pb2.LeaseRequest, ends: Sequence[Key], now_ms: int) -> None:
+        self._core.used(ends, now_ms)
+        self._metrics.leases_granted.inc()
+        if request.snapshot and self._replication is not None:
+            self._replication.leased(ends[-1])
 
     def _named(self, request: cache_pb2.LeaseRequest) -> list[Found]:
         """What a lease names, chain by chain, then the snapshot.

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from heapq import heappop, heappush
+from typing import NamedTuple
 
 from cachestore.entries import Key
 
 LEASES_MAX = 4_096
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Lease:
+class Lease(NamedTuple):
     id: str
     fence: int
     keys: tuple[Key, ...]
@@ -43,7 +42,7 @@ class Leases:
         if len(self._leases) >= LEASES_MAX:
             return None
         fence = self.next_fence()
-        lease = Lease(id=f"lease-{fence}", fence=fence, keys=tuple(keys), ttl_ms=ttl_ms, expires_ms=now_ms + ttl_ms)
+        lease = Lease(f"lease-{fence}", fence, tuple(keys), ttl_ms, now_ms + ttl_ms)
         self._leases[lease.id] = lease
         return lease
 
@@ -52,7 +51,7 @@ class Leases:
         lease = self._leases.get(lease_id)
         if lease is None or lease.fence != fence or lease.expires_ms <= now_ms:
             return None
-        self._leases[lease_id] = replace(lease, expires_ms=now_ms + lease.ttl_ms)
+        self._leases[lease_id] = lease._replace(expires_ms=now_ms + lease.ttl_ms)
         return self._leases[lease_id]
 
     def release(self, lease_id: str, fence: int) -> Lease | None:

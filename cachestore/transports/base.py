@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Generator, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol
 
 from moonrelay.errors import DeadlineExceeded, InvariantError, ServeError, TransferError
@@ -116,8 +115,7 @@ class Batch:
             self.runs.append(Segment(remote_pool, theirs, pool, ours, length))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReadReport:
+class ReadReport(NamedTuple):
     """A finished, verified read. `note` says why the preferred transport was not used, where it was not.
 
     Where verifying overlaps with pulling (NIXL, more than one group), pull_seconds is the whole.
@@ -149,7 +147,6 @@ class ReadHandle:
         self.verified = 0  # so many of its reads, from the first on, have landed and agree; it may grow until `ended`
         self.ended: asyncio.Future[None] = self._loop.create_future()
         self._report: asyncio.Future[ReadReport] = self._loop.create_future()
-        self._report.add_done_callback(lambda f: f.cancelled() or f.exception())  # a lost race must not warn
         self._timer = self._loop.call_later(max(0.0, deadline_s - time.monotonic()), self._expire)
 
     @property
@@ -199,6 +196,7 @@ class ReadHandle:
             self._report.set_result(report)
         elif error is not None:
             self._report.set_exception(error)
+            self._report.exception()  # looked at: a lost race must not warn
 
     def _expire(self) -> None:
         if not self._report.done():

@@ -37,6 +37,7 @@ class TransportSet:
         self._first: Transport | None = None
         self._note: str | None = None
         self._newest: dict[str, int] = {}
+        self._shown: dict[str, tuple[Peer, dict[int, int]]] = {}
 
     @classmethod
     def open(
@@ -107,13 +108,21 @@ class TransportSet:
             handle.fail(StaleEpoch(f"{peer.instance_id} restarted: epoch {newest} is known, not {peer.epoch}"))
             return handle
         self._newest[peer.instance_id] = peer.epoch
-        ranges = {pool.id: pool.length for pool in peer.pools}
+        ranges = self._ranges(peer)
         for run in batch.runs:
             if run.remote_offset + run.length > ranges.get(run.remote_pool, 0):
                 handle.fail(TransferError(f"{peer.instance_id} has no such range in pool {run.remote_pool}"))
                 return handle
         self._first.submit(handle, peer, batch, self._note)
         return handle
+
+    def _ranges(self, peer: Peer) -> dict[int, int]:
+        """Its pools' lengths, kept as long as the same description is shown."""
+        shown, ranges = self._shown.get(peer.instance_id, (None, {}))
+        if shown is not peer:
+            ranges = {pool.id: pool.length for pool in peer.pools}
+            self._shown[peer.instance_id] = (peer, ranges)
+        return ranges
 
     def connect(self, peer: Peer, deadline_s: float) -> ReadHandle:
         """A read of nothing: afterwards the way to the peer is open, and the report says which it is."""

@@ -325,7 +325,7 @@ REGIONS = st.lists(st.tuples(*[st.integers(0, 2**64 - 1)] * 3), min_size=1, max_
 @given(entries=st.lists(REGIONS, max_size=6), on_disk=st.sets(st.integers(0, 5)))
 def test_packed_spans_come_back_as_they_were(entries, on_disk) -> None:
     packed = b"".join(pack_entry(7, regions) for regions in entries)
-    records = unpack(mark_disk(packed, sorted(on_disk))).tolist()
+    records = unpack(mark_disk(packed, sorted(on_disk)))
     assert [(o, n, x) for _, _, _, o, n, x in records] == [r for regions in entries for r in regions]
     assert [pool for pool, *_ in records] == [7] * len(records)
     number = 0
