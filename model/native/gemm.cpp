@@ -9,7 +9,7 @@ constexpr int kTileRows = 6;
 
 // Panels per kernel call by row count: enough independent chains to cover the latency of a fused multiply-add, as
 // few as the register file holds.
-constexpr int kWide[kTileRows + 1] = {0, 4, 2, 2, kLanes == 16 ? 2 : 1, kLanes == 16 ? 2 : 1,
+constexpr int kWide[kTileRows + 1] = {0, 4, 3, 2, kLanes == 16 ? 2 : 1, kLanes == 16 ? 2 : 1,
                                       kLanes == 16 ? 2 : 1};
 // How many bytes ahead of its use a weight is asked for, in each of P streams. Measured: the hardware's own prefetch
 // leaves a quarter of the large products' speed and half of a few rows' on the table.
@@ -31,7 +31,7 @@ template <int R, int P>
 MR_INLINE void step(Acc<R, P>& acc, int p, const float* const* a, int k, V low, V high) {
 #pragma GCC unroll 6
     for (int r = 0; r < R; ++r) {
-        if constexpr (R == 3 && P == 2) {  // fills the register file to the last
+        if constexpr (R * P == 6 && R > 1 && P > 1) {  // fills the register file to the last
             const V x = set1_anew(a[r] + k);
             fma_into(acc.v[r][p * 2], x, low);
             fma_into(acc.v[r][p * 2 + 1], x, high);
@@ -131,13 +131,59 @@ void tile(const GemmJob& job, int row0, int panel0) {
     finish(job, out, R, P, row0, panel0);
 }
 
+// Four rows of one panel have too few chains and of two panels too many: three panels are taken one and a half at a
+// time. `shared` is the panel between, of which this half takes the low columns (first) or the high ones.
+template <bool first>
+__attribute__((noinline)) void one_and_a_half(const float* const* a, const uint8_t* whole, const uint8_t* shared, int K,
+                                              float* out) {
+    constexpr int R = 4;
+    V acc[R][3];
+#pragma GCC unroll 4
+    for (int r = 0; r < R; ++r) acc[r][0] = acc[r][1] = acc[r][2] = zero();
+#pragma GCC unroll 2
+    for (int k = 0; k < K; ++k) {
+        const uint8_t *at = whole + size_t(k) * 4 * kLanes, *half = shared + size_t(k) * 4 * kLanes;
+        __builtin_prefetch(at + kAhead<2>);
+        if (first) __builtin_prefetch(half + kAhead<2>);
+        const I words = load_i(at), more = load_i(half);
+        const V w[3] = {low_bf16(words), high_bf16(words), first ? low_bf16(more) : high_bf16(more)};
+#pragma GCC unroll 4
+        for (int r = 0; r < R; ++r) {
+            const V x = set1_anew(a[r] + k);
+#pragma GCC unroll 3
+            for (int i = 0; i < 3; ++i) fma_into(acc[r][i], x, w[i]);
+        }
+    }
+#pragma GCC unroll 4
+    for (int r = 0; r < R; ++r) {
+        float* to = out + r * 3 * kPanel;
+        store(to + (first ? 0 : 4) * kLanes, acc[r][0]);
+        store(to + (first ? 1 : 5) * kLanes, acc[r][1]);
+        store(to + (first ? 2 : 3) * kLanes, acc[r][2]);
+    }
+}
+
+void three_panels(const GemmJob& job, int row0, int panel0) {
+    const float* a[4];
+    for (int r = 0; r < 4; ++r) a[r] = job.a + ptrdiff_t(job.rows ? job.rows[row0 + r] : row0 + r) * job.lda;
+    const Matrix& m = *job.w;
+    alignas(64) float out[4 * 3 * kPanel];
+    one_and_a_half<true>(a, m.panel(panel0), m.panel(panel0 + 1), m.k, out);
+    one_and_a_half<false>(a, m.panel(panel0 + 2), m.panel(panel0 + 1), m.k, out);
+    finish(job, out, 4, 3, row0, panel0);
+}
+
 // All panels of [panel0, panel1) for R rows.
 template <Kind kind, int R>
 void strip(const GemmJob& job, int row0, int panel0, int panel1) {
     constexpr int wide = kind == Kind::kMx ? (R == 1 ? 2 : 1) : kWide[R];
     int p = panel0;
+    if constexpr (kind == Kind::kBf16 && R == 4 && wide == 1)
+        for (; p + 3 <= panel1; p += 3) three_panels(job, row0, p);
     if constexpr (wide >= 4)
         for (; p + 4 <= panel1; p += 4) tile<kind, R, 4>(job, row0, p);
+    if constexpr (wide == 3)
+        for (; p + 3 <= panel1; p += 3) tile<kind, R, 3>(job, row0, p);
     if constexpr (wide >= 2)
         for (; p + 2 <= panel1; p += 2) tile<kind, R, 2>(job, row0, p);
     for (; p < panel1; ++p) tile<kind, R, 1>(job, row0, p);
@@ -155,18 +201,18 @@ void strip(const GemmJob& job, int rows, int row0, int panel0, int panel1) {
     }
 }
 
-// Rows [row0, row1) in as few tiles as possible, of sizes that differ by at most one.
+// Rows [row0, row1) in tiles of six, the best, and never a last one of one or two rows, the worst.
 void strips(const GemmJob& job, int row0, int row1, int panel0, int panel1) {
-    int left = (row1 - row0 + kTileRows - 1) / kTileRows;
-    for (int r = row0; r < row1; --left) {
-        int rows = (row1 - r + left - 1) / left;
-        if (left == 2 && (row1 - r == 8 || row1 - r == 9)) rows = row1 - r - 3;  // four rows alone lack chains
+    for (int r = row0, rows; r < row1; r += rows) {
+        const int left = row1 - r;
+        rows = left == 7 || left == 8 ? 4 : min_int(left, kTileRows);
         if (job.w->kind == Kind::kBf16) strip<Kind::kBf16>(job, rows, r, panel0, panel1);
         else if (job.w->kind == Kind::kF32) strip<Kind::kF32>(job, rows, r, panel0, panel1);
         else strip<Kind::kMx>(job, rows, r, panel0, panel1);
-        r += rows;
     }
 }
+
+constexpr size_t kNear = size_t(192) << 10;  // bytes of panels that one block of rows after the other finds in a cache
 
 // A block of rows stays in the second-level cache while the panels stream past it.
 int block_rows(int k) {
@@ -181,7 +227,7 @@ void Gemm::execute(const Task& t, int thread) {
     if (t.row1 - t.row0 <= kTileRows) return strips(job, t.row0, t.row1, t.panel0, t.panel1);
     const Matrix& m = *job.w;
     if (m.kind != Kind::kMx) {
-        constexpr int wide = kLanes == 16 ? kWide[kTileRows] : 2;
+        const int wide = 6 * m.panel_bytes <= kNear ? 6 : 2;  // six panels are whole tiles of any number of rows
         for (int p = t.panel0; p < t.panel1; p += wide) strips(job, t.row0, t.row1, p, min_int(p + wide, t.panel1));
         return;
     }
