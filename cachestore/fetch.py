@@ -302,13 +302,13 @@ class Fetch:
         """Pull from every node at once, renewing the leases; the first failure that costs more than drafter rows
         stops the others. Raises: _Miss."""
         handles: list[ReadHandle] = []
-        for part, batch in plans:
-            part.handle = self._to.landing.add(self._transports.read(_peer(part.member.peer), batch, until_s))
-            handles.append(part.handle)
         parts = [part for part, _ in plans]
         period_s = min(part.lease.ttl_ms for part in parts if part.lease is not None) / 3000
         renewing = Repeated(period_s, lambda: self._renew_all(parts, period_s))
         try:
+            for part, batch in plans:
+                part.handle = self._to.landing.add(self._transports.read(_peer(part.member.peer), batch, until_s))
+                handles.append(part.handle)
             if len(handles) == 1:  # without the set's share of a short read's time
                 with contextlib.suppress(ServeError):
                     await handles[0].settled

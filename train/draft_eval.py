@@ -22,7 +22,7 @@ from torch import Tensor
 
 from model.batch import Verifier
 from model.drafter.lookup import looked_up
-from model.drafting import DraftRequest
+from model.text import Text
 from model.tokenizer import Tokenizer
 from train import corpus, heldout
 from train.draft_data import Generator, GeneratorSettings, Sample
@@ -161,16 +161,7 @@ def acceptance(
 
 def copied(ids: Sequence[int], place: int, slots: int, greedy: bool) -> int | None:
     """How many tokens are kept of what a look into the text drafts at `place`; None where nothing is found."""
-    context = ids[: place + 1]
-    request = DraftRequest(
-        anchor=ids[place],
-        position=place,
-        blocks=(),
-        length=slots,
-        temperature=0.0 if greedy else 1.0,
-        context=lambda: context,
-    )
-    found = looked_up(request)
+    found = looked_up(Text(ids[: place + 1]), slots, drawn=not greedy)
     if found is None:
         return None
     pairs = zip(found.tokens, ids[place + 1 :], strict=False)

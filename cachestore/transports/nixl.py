@@ -14,7 +14,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from cachestore.transports.base import Batch, ReadHandle, TransportName
 from cachestore.transports.nixl_agent import Agent, Remote, Transfer
@@ -44,8 +44,7 @@ def prepare_environment() -> None:
         os.environ.setdefault("UCX_NET_DEVICES", "lo")
 
 
-@dataclass(frozen=True, slots=True)
-class _Submit:
+class _Submit(NamedTuple):
     handle: ReadHandle
     peer: Peer
     batch: Batch

@@ -42,6 +42,19 @@ def by_length(kept: dict[int, float]) -> list[float]:
 GREEDY, DRAWN = by_length(KEPT_GREEDY), by_length(KEPT_DRAWN)
 
 
+def looked_up(text: Text, length: int, *, drawn: bool) -> Proposal | None:
+    """`length` tokens that followed the text's newest ones the last time, or None where no match is long enough."""
+    if not 1 <= length <= READ_LEN_MAX:
+        raise InvariantError(f"a draft of {length} tokens, where 1 to {READ_LEN_MAX} are read")
+    place, matched = text.look_up()
+    if matched < (MATCH_MIN_DRAWN if drawn else MATCH_MIN_GREEDY):
+        return None
+    kept = DRAWN if drawn else GREEDY
+    confidence = kept[matched : matched + length]
+    confidence += kept[-1:] * (length - len(confidence))
+    return Proposal(tokens=text.after(place, length), confidence=confidence)
+
+
 class LookupFirst:
     """A `DraftModel` around another: rows, taps and identity are the inner one's, and so is every other draft."""
 
@@ -66,15 +79,7 @@ class LookupFirst:
 
     def read(self, text: Text, length: int, *, drawn: bool) -> Proposal | None:
         """What followed the newest tokens the last time. See `Reader.read`."""
-        if not 1 <= length <= READ_LEN_MAX:
-            raise InvariantError(f"a draft of {length} tokens, where 1 to {READ_LEN_MAX} are read")
-        place, matched = text.look_up()
-        if matched < (MATCH_MIN_DRAWN if drawn else MATCH_MIN_GREEDY):
-            return None
-        kept = DRAWN if drawn else GREEDY
-        confidence = kept[matched : matched + length]
-        confidence += kept[-1:] * (length - len(confidence))
-        return Proposal(tokens=text.after(place, length), confidence=confidence)
+        return looked_up(text, length, drawn=drawn)
 
     def with_rows(self, requests: Sequence[DraftRequest], rows: torch.Tensor) -> list[Proposal]:
         """The inner drafter's. Raises: as it does."""
