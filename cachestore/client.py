@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -84,20 +84,17 @@ class CacheClient:
         self._replaced: list[grpc.aio.Channel] = []
         self._releases: set[grpc.aio.Call] = set()
 
-    async def fetch(
+    def fetch(
         self, hit: CacheHit, root: bytes, hashes: Sequence[bytes], rows_into: Sequence[Slice], state_into: Slice,
         deadline_s: float, landing: Landing, *, drafter: str = "", draft_into: Sequence[Slice] = (),
-    ) -> FetchReport:  # fmt: skip
+    ) -> Coroutine[Any, Any, FetchReport]:  # fmt: skip
         """Bring blocks [0, N) and the snapshot at N, of the hit or of an alternative; one slice in `rows_into` per
         block of the hit. With a `drafter` its rows too, as far as there are any, one slice in `draft_into` per block.
 
         Never raises for a node's failure. The caller keeps the memory while `landing.pending`, also when cancelled.
         """
-        target = Target(
-            root=root, hashes=hashes, rows=rows_into, state=state_into, deadline_s=deadline_s, landing=landing,
-            drafter=drafter, drafts=draft_into,
-        )  # fmt: skip
-        return await Fetch(self._transports, self._nodes, self, target).run(hit)
+        target = Target(root, hashes, rows_into, state_into, deadline_s, landing, drafter, draft_into)
+        return Fetch(self._transports, self._nodes, self, target).run(hit)
 
     async def publish(self, node: Member, root: bytes, offers: Sequence[Offer], deadline_s: float) -> PublishReport:
         """Have a node pull the offered entries; returns once they can be found. Parents come before children.
@@ -139,14 +136,16 @@ class CacheClient:
 
     # Leases, as a fetch calls them.
 
-    async def lease(self, node: Member, request: cache_pb2.LeaseRequest, timeout_s: float) -> cache_pb2.LeaseReply:
+    def lease(
+        self, node: Member, request: cache_pb2.LeaseRequest, timeout_s: float
+    ) -> Coroutine[Any, Any, cache_pb2.LeaseReply]:
         line = self._line(node)
-        request.ended.extend(line.ended)
-        line.ended.clear()
+        if line.ended:
+            request.ended.extend(line.ended)
+            line.ended.clear()
         if line.fast is not None:
-            return await line.fast.call("Lease", request, cache_pb2.LeaseReply, timeout_s)
-        reply: cache_pb2.LeaseReply = await line.stub.Lease(request, timeout=timeout_s)
-        return reply
+            return line.fast.call("Lease", request, cache_pb2.LeaseReply, timeout_s)
+        return _reply(line.stub.Lease(request, timeout=timeout_s))
 
     async def renew(self, node: Member, lease: cache_pb2.LeaseReply, timeout_s: float) -> bool:
         """Whether the lease has its time anew."""
@@ -203,6 +202,10 @@ class CacheClient:
             line = _Line(addresses, channel, cache_pb2_grpc.CacheNodeStub(channel), [], fast)
             self._lines[member.instance_id] = line
         return line
+
+
+async def _reply(call: Awaitable[cache_pb2.LeaseReply]) -> cache_pb2.LeaseReply:
+    return await call
 
 
 def _left_s(deadline_s: float) -> float:

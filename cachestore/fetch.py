@@ -135,7 +135,7 @@ class Fetch:
             if first is not None and (self._to.landing.pending or left_s < ATTEMPT_S_MIN):
                 break  # late bytes may still land where the alternative would
             # A node that does not answer must leave time for those that would.
-            share = 2 if any(_nodes(bundle).isdisjoint(_nodes(b)) for b in bundles[number + 1 :]) else 1
+            share = 1 + _another_could(bundle, bundles[number + 1 :])
             try:
                 if not size or rest or bundle.tokens != bundle.snapshot.first_block * size:
                     raise _Miss("stale_index", "the hit's tokens are not those of its blocks")
@@ -153,6 +153,12 @@ class Fetch:
     ) -> FetchReport:
         end = bundle.snapshot.first_block
         xxh3, places = self._origins(parts, end)
+        if len(parts) == len(reports) == 1 and missed is None and not parts[0].drafts:
+            transport, nbytes, pull_seconds, verify_seconds, note = reports[0]
+            return FetchReport(
+                bundle.tokens, None, "", nbytes, transport, note, pull_seconds, verify_seconds, xxh3, places,
+                draft_first=bundle.tokens,
+            )  # fmt: skip
         drafts: dict[int, DraftRead] = {d.block: d for part in parts for d in part.landed_drafts()}
         first = run_of_drafts(set(drafts), end)
         return FetchReport(
@@ -189,7 +195,10 @@ class Fetch:
         parts = self._parts(bundle)
         end = bundle.snapshot.first_block
         try:
-            await self._lease(parts, self._to.hashes[end - 1], until_s)
+            if len(parts) == 1:
+                await self._lease_part(parts[0], self._to.hashes[end - 1], until_s)
+            else:
+                await self._lease(parts, self._to.hashes[end - 1], until_s)
             plans = list(zip(parts, self._reads(parts, end), strict=True))
             reports = await self._read(plans, until_s)
             for part in parts:
@@ -249,9 +258,6 @@ class Fetch:
 
     async def _lease(self, parts: Sequence[Part], snapshot: bytes, until_s: float) -> None:
         """All parts at once. Raises: _Miss; then some of them may hold a lease."""
-        if len(parts) == 1:
-            await self._lease_part(parts[0], snapshot, until_s)
-            return
         results = await asyncio.gather(
             *(self._lease_part(part, snapshot, until_s) for part in parts), return_exceptions=True
         )
@@ -303,7 +309,7 @@ class Fetch:
         stops the others. Raises: _Miss."""
         handles: list[ReadHandle] = []
         parts = [part for part, _ in plans]
-        period_s = min(part.lease.ttl_ms for part in parts if part.lease is not None) / 3000
+        period_s = min([part.lease.ttl_ms for part in parts if part.lease is not None]) / 3000
         renewing = Repeated(period_s, lambda: self._renew_all(parts, period_s))
         try:
             for part, batch in plans:
@@ -311,7 +317,7 @@ class Fetch:
                 handles.append(part.handle)
             if len(handles) == 1:  # without the set's share of a short read's time
                 with contextlib.suppress(ServeError):
-                    await handles[0].settled
+                    return [await handles[0].settled]
             else:
                 await self._settled(parts, handles)
         except asyncio.CancelledError:
@@ -382,6 +388,14 @@ def _peer(packed: bytes) -> Peer:
 def _failed(handle: ReadHandle) -> BaseException | None:
     """Why a read did not succeed; None where it did, or is still going on."""
     return handle.settled.exception() if handle.settled.done() else None
+
+
+def _another_could(bundle: CacheHit, others: Sequence[CacheHit]) -> bool:
+    """Whether one of them does without this one's nodes."""
+    if not others:
+        return False
+    mine = _nodes(bundle)
+    return any(mine.isdisjoint(_nodes(other)) for other in others)
 
 
 def _nodes(bundle: CacheHit) -> set[NodeKey]:

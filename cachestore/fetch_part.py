@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from cachestore.spans import DISK, Record, unpack
 from cachestore.transports import Batch, ReadHandle, Slice
+from cachestore.transports.base import columns
 from moonrelay.membership import Member
 from moonrelay.stubs.v1 import cache_pb2
 
@@ -94,9 +95,9 @@ class Part:
         into, at, sizes = zip(*places, strict=True)
         batch = Batch()
         if lengths == sizes:  # each in one piece
-            batch.add(zip(pools, offsets, into, at, lengths, strict=True), lengths, self.sums)
+            batch.add((pools, offsets, into, at, lengths), lengths, self.sums)
         else:
-            batch.add(_pieces(records, places), lengths, self.sums)
+            batch.add(columns(_pieces(records, places)), lengths, self.sums)
             starts = (1, *self.ends)
             ends = [i for i, last in enumerate(self.ends) if last]
             self.sums = [self.sums[i] if starts[i] else None for i in ends]
@@ -132,7 +133,7 @@ class Part:
                 break
             (into, at, _), done = draft_into[block], 0
             for pool, _, _, offset, length, xxh3 in records:
-                batch.add([(pool, offset, into, at + done, length)], [length], [xxh3])
+                batch.add(((pool,), (offset,), (into,), (at + done,), (length,)), (length,), (xxh3,))
                 done += length
             whole = records[0][5] if len(records) == 1 else None
             self.drafts.append(DraftRead(block, len(batch.lengths), done, whole))

@@ -218,40 +218,52 @@ class _ServerLine(_Frames):
 class _ClientLine(_Frames):
     def __init__(self) -> None:
         super().__init__(REPLY_BYTES_MAX)
-        self.waiting: dict[int, asyncio.Future[tuple[int, bytes]]] = {}
+        self.waiting: dict[int, tuple[float, asyncio.Future[tuple[int, bytes]]]] = {}  # deadline, who waits
         self.open = True
         self.heard_s = 0.0
+        self._loop = asyncio.get_running_loop()
+        self._watch: asyncio.TimerHandle | None = None
+        self._watch_s = 0.0  # when it looks
 
-    async def ask(self, call_id: int, method: int, body: bytes, timeout_s: float) -> tuple[int, bytes]:
-        """The reply's status and body. Raises: TimeoutError."""
-        loop = asyncio.get_running_loop()
-        waiter: asyncio.Future[tuple[int, bytes]] = loop.create_future()
-        self.waiting[call_id] = waiter
-        timer = loop.call_later(timeout_s, _expire, waiter)
-        try:
-            self.send(method, call_id, max(1, int(timeout_s * 1000)), body)
-            return await waiter
-        finally:
-            timer.cancel()
-            self.waiting.pop(call_id, None)
+    def ask(self, call_id: int, method: int, body: bytes, timeout_s: float) -> asyncio.Future[tuple[int, bytes]]:
+        """The reply's status and body, or TimeoutError. Whoever stops waiting takes its call out of `waiting`."""
+        waiter: asyncio.Future[tuple[int, bytes]] = self._loop.create_future()
+        deadline_s = time.monotonic() + timeout_s
+        self.waiting[call_id] = deadline_s, waiter
+        if self._watch is None or deadline_s < self._watch_s:
+            self._look_at(deadline_s, timeout_s)
+        self.send(method, call_id, max(1, int(timeout_s * 1000)), body)
+        return waiter
+
+    def _look_at(self, deadline_s: float, timeout_s: float) -> None:
+        if self._watch is not None:
+            self._watch.cancel()
+        self._watch, self._watch_s = self._loop.call_later(max(0.0, timeout_s), self._look), deadline_s
+
+    def _look(self) -> None:
+        """One timer for all calls, of which most have had their answer when it is due."""
+        self._watch, now_s = None, time.monotonic()
+        for deadline_s, waiter in self.waiting.values():
+            if deadline_s <= now_s and not waiter.done():
+                waiter.set_exception(TimeoutError())
+        left = [deadline_s for deadline_s, waiter in self.waiting.values() if not waiter.done()]
+        if left:
+            self._look_at(min(left), min(left) - now_s)
 
     def frame(self, word: int, call_id: int, timeout_ms: int, body: bytes) -> None:
         self.heard_s = time.monotonic()
-        waiter = self.waiting.pop(call_id, None)  # None: whoever asked has stopped waiting
-        if waiter is not None and not waiter.done():
-            waiter.set_result((word, body))
+        found = self.waiting.pop(call_id, None)  # None: whoever asked has stopped waiting
+        if found is not None and not found[1].done():
+            found[1].set_result((word, body))
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.open = False
-        for waiter in self.waiting.values():
+        if self._watch is not None:
+            self._watch.cancel()
+        for _, waiter in self.waiting.values():
             if not waiter.done():
                 waiter.set_result((grpc.StatusCode.UNAVAILABLE.value[0], b"the connection ended"))
         self.waiting.clear()
-
-
-def _expire(waiter: asyncio.Future[Any]) -> None:
-    if not waiter.done():
-        waiter.set_exception(TimeoutError())
 
 
 class LineClient:
@@ -266,14 +278,15 @@ class LineClient:
     async def call(self, name: str, request: Message, reply_type: type[R], timeout_s: float) -> R:
         """Raises: grpc.aio.AioRpcError, with the status and words that the same call over gRPC would have."""
         began_s = time.monotonic()
+        line, call_id = self._line, next(self._ids) & 0xFFFF_FFFF
         try:
-            line = self._line if self._line is not None and self._line.open else await self._connect(timeout_s)
-            status, body = await line.ask(
-                next(self._ids) & 0xFFFF_FFFF,
-                NUMBER[name],
-                request.SerializeToString(),
-                timeout_s - (time.monotonic() - began_s),
-            )
+            if line is None or not line.open:
+                line = await self._connect(timeout_s)
+                timeout_s -= time.monotonic() - began_s
+            try:
+                status, body = await line.ask(call_id, NUMBER[name], request.SerializeToString(), timeout_s)
+            finally:
+                line.waiting.pop(call_id, None)
         except TimeoutError:
             self._doubt(began_s)
             raise _error(grpc.StatusCode.DEADLINE_EXCEEDED, "the call's deadline passed") from None

@@ -45,6 +45,8 @@ class _Chain:
     states: list[State]  # when it was last looked at
     moves: int  # of the books, then
 
+    first_parent: Key | None  # of the shallowest
+
     def holds(self, moves: int) -> bool:
         """Whether its entries are still here, where they were. Lists of the same objects compare at once."""
         if moves == self.moves:
@@ -70,7 +72,11 @@ class Chains:
 
     def find(self, last: Key, first: int, count: int) -> Found | None:
         """Blocks [first, first + count) of the chain that ends with `last`. None where one of them is not here."""
-        chain = self._chain(last)
+        chain = self._kept.get(last)
+        if chain is not None and chain.first_parent is None and chain.moves == self._books.moves:
+            self._kept.move_to_end(last)  # as most often: nothing has moved, and there is nothing above it
+        else:
+            chain = self._chain(last)
         if chain is None:
             return None
         entries, packed, _ = chain.found
@@ -103,12 +109,13 @@ class Chains:
         if not walked:
             return None
         walked.reverse()
-        before = kept or _Chain(Found([], [], b""), [], [], 0)
+        before = kept or _Chain(Found([], [], b""), [], [], 0, walked[0].offer.parent)
         chain = _Chain(
             _joined([*before.found.entries, *walked], [*before.found.packed, *map(self._pack, walked)]),
             [*before.regions, *(e.regions for e in walked)],
             [*before.states, *(e.state for e in walked)],
             self._books.moves,
+            before.first_parent,
         )
         self._keep(last, chain)
         return chain
@@ -117,7 +124,7 @@ class Chains:
         chain = self._kept.get(last)
         if chain is None:
             return None
-        if chain.holds(self._books.moves) and not self._here(chain.found.entries[0].offer.parent):
+        if chain.holds(self._books.moves) and not self._here(chain.first_parent):
             self._kept.move_to_end(last)
             return chain
         self._drop(last)

@@ -133,7 +133,10 @@ class CacheNodeEdge(cache_pb2_grpc.CacheNodeServicer):
         if not 0 < request.ttl_ms <= LEASE_TTL_MS_MAX:
             raise InvalidRequest(f"expected 1 to {LEASE_TTL_MS_MAX} ms, found {request.ttl_ms}", param="ttl_ms")
         found = self._named(request)
-        return self._granted(request, found, []) if all(each.spans for each in found) else None
+        for each in found:
+            if not each.spans:
+                return None
+        return self._granted(request, found, [])
 
     def _granted(
         self, request: cache_pb2.LeaseRequest, found: Sequence[Found], from_disk: Sequence[int]
@@ -183,12 +186,13 @@ class CacheNodeEdge(cache_pb2_grpc.CacheNodeServicer):
 
         Raises: InvalidRequest, NotHere; then the index, which named it, is put right.
         """
-        counts = [each.count for each in request.chains]
+        chains, root = list(request.chains), request.root
+        counts = [each.count for each in chains]
         if not 0 < sum(counts) + bool(request.snapshot) <= ENTRIES_MAX or 0 in counts:
             raise InvalidRequest(f"a lease names 1 to {ENTRIES_MAX} entries", param="chains")
         named: list[Found] = []
-        for each in request.chains:
-            last = Key(request.root, BLOCK, each.last)
+        for each in chains:
+            last = Key(root, BLOCK, each.last)
             found = self._chains.find(last, each.first_block, each.count)
             if found is None:
                 self._intake.index.note([last])

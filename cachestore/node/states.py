@@ -24,6 +24,8 @@ from moonrelay.errors import InvariantError
 
 
 class State(Enum):
+    __hash__ = object.__hash__  # in C: a lease asks for each entry's state
+
     LANDING = auto()
     HOST = auto()
     WRITING = auto()

@@ -9,6 +9,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Generator, Iterable, Sequence
+from itertools import accumulate, groupby
+from operator import sub
 from typing import Any, Literal, NamedTuple, Protocol
 
 from moonrelay.errors import DeadlineExceeded, InvariantError, ServeError, TransferError
@@ -63,6 +65,15 @@ class Segment(NamedTuple):
     length: int
 
 
+Ints = Sequence[int]
+
+
+def columns(pieces: Sequence[tuple[int, int, int, int, int]]) -> tuple[Ints, Ints, Ints, Ints, Ints]:
+    """Rows of five numbers as five columns."""
+    remote_pools, theirs, pools, ours, lengths = zip(*pieces, strict=True) if pieces else ((),) * 5
+    return remote_pools, theirs, pools, ours, lengths
+
+
 class Batch:
     """Many reads as the transports take them: no object for each span.
 
@@ -89,30 +100,31 @@ class Batch:
                 at += length
             if at != span.offset + span.length:
                 raise InvariantError(f"a span of {span.length} bytes does not fit its landing slices")
-        made.add(pieces, [read.span.length for read in reads], [read.span.xxh3 for read in reads])
+        made.add(columns(pieces), [read.span.length for read in reads], [read.span.xxh3 for read in reads])
         return made
 
-    def add(
-        self, pieces: Iterable[tuple[int, int, int, int, int]], lengths: Iterable[int], sums: Iterable[int]
-    ) -> None:
-        """Further spans: their pieces in order, as `Segment` names their numbers, and each span's length and xxh3."""
+    def add(self, pieces: tuple[Ints, Ints, Ints, Ints, Ints], lengths: Iterable[int], sums: Iterable[int]) -> None:
+        """Further spans: their pieces in order, as columns of a `Segment`'s numbers; each span's length and xxh3."""
         self.lengths += lengths
         self.sums += sums
-        remote_pool, theirs, pool, ours, length = self.runs.pop() if self.runs else (-1, 0, -1, 0, 0)
-        for piece_remote, piece_theirs, piece_pool, piece_ours, more in pieces:
-            if (
-                piece_theirs == theirs + length
-                and piece_ours == ours + length
-                and piece_remote == remote_pool
-                and piece_pool == pool
-            ):
-                length += more
-                continue
-            if remote_pool >= 0:
-                self.runs.append(Segment(remote_pool, theirs, pool, ours, length))
-            remote_pool, theirs, pool, ours, length = piece_remote, piece_theirs, piece_pool, piece_ours, more
-        if remote_pool >= 0:
-            self.runs.append(Segment(remote_pool, theirs, pool, ours, length))
+        remote_pools, theirs, pools, ours, sizes = pieces
+        starts = list(accumulate(sizes, initial=0))
+        at = 0
+        # Pieces follow each other on both sides where neither side's offset moves against what came before.
+        places = zip(remote_pools, map(sub, theirs, starts), pools, map(sub, ours, starts), strict=False)
+        for (remote_pool, remote, pool, offset), same in groupby(places):
+            end, start = at + len(list(same)), starts[at]
+            self._move(Segment(remote_pool, remote + start, pool, offset + start, starts[end] - start), at == 0)
+            at = end
+
+    def _move(self, run: Segment, first: bool) -> None:
+        """One more run; the first of several may go on from what is there."""
+        if first and self.runs:
+            remote_pool, theirs, pool, ours, length = self.runs[-1]
+            if run[:4] == (remote_pool, theirs + length, pool, ours + length):
+                self.runs[-1] = Segment(remote_pool, theirs, pool, ours, length + run.length)
+                return
+        self.runs.append(run)
 
 
 class ReadReport(NamedTuple):
@@ -216,7 +228,7 @@ class Landing:
 
     @property
     def pending(self) -> bool:
-        return any(not h.ended.done() for h in self._handles)
+        return any(not handle.ended.done() for handle in self._handles)
 
     async def ended(self) -> None:
         """Wait, without a deadline of its own, until nothing can land any more."""
