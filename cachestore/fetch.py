@@ -313,7 +313,8 @@ class Fetch:
         renewing = Repeated(period_s, lambda: self._renew_all(parts, period_s))
         try:
             for part, batch in plans:
-                part.handle = self._to.landing.add(self._transports.read(_peer(part.member.peer), batch, until_s))
+                read = self._transports.read(_peer(part.member.peer), batch, until_s, at_once=len(plans) == 1)
+                part.handle = self._to.landing.add(read)
                 handles.append(part.handle)
             if len(handles) == 1:  # without the set's share of a short read's time
                 with contextlib.suppress(ServeError):

@@ -30,6 +30,7 @@ from cachestore.lookup import (
     PIECES_MAX,
     RUNS_MAX,
     UNSALTED,
+    Cover,
     Entry,
     EntryName,
     Found,
@@ -96,9 +97,12 @@ class CacheIndex:
         if not usable:
             return explain(NOTHING, prompt_tokens, self._block_tokens, lives)
         prefix = _prefix(root)
-        args: list[Any] = [prefix, b"".join(usable), len(nodes), ALTERNATIVES_MAX + 1, ALTERNATIVES_BLOCKS]
-        args += [RUNS_MAX, PIECES_MAX, *(life_name(life) for life in lives)]
-        found = _found(await self._match.call(prefix + "nodes", *args))
+        found = _found(
+            await self._match.call(
+                prefix + "nodes", prefix, b"".join(usable), len(nodes), ALTERNATIVES_MAX + 1, ALTERNATIVES_BLOCKS,
+                RUNS_MAX, PIECES_MAX, *[life_name(life) for life in lives],
+            )
+        )  # fmt: skip
         empty: MissReason = "cold"
         if tenant is not None and found.empty:
             empty = await self._why_empty(root, tenant)
@@ -172,13 +176,17 @@ class CacheIndex:
 def _found(answer: Sequence[Any]) -> Found:
     """The script's answer; Lua counts lives from 1."""
     depth, seen, stale, kept, dead_cut, gone_cut, diverged, empty, hits, devices, runs, spare, tiers = answer
-    covers = tuple([(owner - 1, first, end) for owner, first, end in cover] for cover in (runs, spare))
     return Found(
-        depth=depth, seen=seen, stale=stale, kept=kept, dead_cut=dead_cut, gone_cut=gone_cut, diverged=bool(diverged),
-        empty=bool(empty), hits=[(cut, holder - 1, cover) for cut, holder, cover in hits],
-        devices=[(worker - 1, cut) for worker, cut in devices], covers=(covers[0], covers[1]),
-        tiers=[(tier.decode(), blocks) for tier, blocks in tiers],
+        depth, seen, stale, kept, dead_cut, gone_cut, bool(diverged), bool(empty),
+        [(cut, holder - 1, cover) for cut, holder, cover in hits],
+        [(worker - 1, cut) for worker, cut in devices] if devices else (),
+        (_cover(runs), _cover(spare) if spare else ()),
+        [(tier.decode(), blocks) for tier, blocks in tiers],
     )  # fmt: skip
+
+
+def _cover(runs: Sequence[tuple[int, int, int]]) -> Cover:
+    return [(owner - 1, first, end) for owner, first, end in runs]
 
 
 def _prefix(root: bytes) -> str:

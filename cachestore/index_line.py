@@ -47,12 +47,14 @@ class ScriptLine:
         """The script's answer, with one key. Raises what redis-py raises: RedisError, OSError."""
         if self._script is not None:
             return await self._script(keys=[key], args=args)
-        kept = self._line if self._line is not None and self._line.open else None
-        if kept is not None:
+        line = self._line
+        if line is not None and line.open:
             try:
-                return await self._ask(kept, key, args)
-            except ConnectionLost:
-                pass  # a server that restarted, or one that ends idle connections
+                return await line.send("EVALSHA", self._sha, 1, key, *args)
+            except (ConnectionLost, ResponseError) as error:
+                # A server that restarted, or one that ends idle connections or forgot the script.
+                if isinstance(error, ResponseError) and not str(error).startswith(NO_SCRIPT):
+                    raise
         return await self._ask(await self._connect(), key, args)
 
     def close(self) -> None:

@@ -109,8 +109,7 @@ class Bundle(NamedTuple):
     snapshot: Run
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Local:
+class Local(NamedTuple):
     """How deep a worker's own bundle of this prompt goes."""
 
     instance_id: str
@@ -118,8 +117,7 @@ class Local:
     tokens: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Match:
+class Match(NamedTuple):
     """A lookup's answer. tokens + the tokens in `lost` = the prompt's tokens; `lost` is in order of position.
 
     `matchable_tokens`: how deep live nodes' blocks go. `seen_tokens`: how deep blocks are or were known, which an
@@ -146,10 +144,14 @@ class Match:
     def hit(self) -> CacheHit | None:
         if self.snapshot is None:
             return None
-        hit = _hit(Bundle(tokens=self.tokens, runs=self.runs, snapshot=self.snapshot))
-        hit.matchable_tokens, hit.seen_tokens = self.matchable_tokens, self.seen_tokens
-        hit.alternatives.extend(_hit(bundle) for bundle in self.alternatives)
-        return hit
+        return CacheHit(
+            tokens=self.tokens,
+            runs=[run.proto() for run in self.runs],
+            snapshot=self.snapshot.proto(),
+            matchable_tokens=self.matchable_tokens,
+            seen_tokens=self.seen_tokens,
+            alternatives=[_hit(bundle) for bundle in self.alternatives],
+        )
 
 
 def _hit(bundle: Bundle) -> CacheHit:
@@ -194,37 +196,27 @@ def explain(
     """`found` as a `Match`, with a reason for every token it does not give. `empty`: the reason of an empty root."""
     size, limit = block_tokens, (prompt_tokens - 1) // block_tokens
     bundles = [_bundle(depth, lives, holder, found.covers[cover], size) for depth, holder, cover in found.hits]
-    best = bundles[0] if bundles else None
     by_tier: dict[Tier, int] = {}
     for tier, blocks in found.tiers:
         by_tier[tier] = by_tier.get(tier, 0) + blocks * size
-    match = Match(
-        tokens=best.tokens if best else 0,
-        matchable_tokens=found.depth * size,
-        seen_tokens=found.seen * size,
-        runs=best.runs if best else (),
-        snapshot=best.snapshot if best else None,
-        alternatives=tuple(bundles[1:]),
-        by_tier=by_tier,
-        devices=tuple(
-            Local(instance_id=lives[life].instance_id, epoch=lives[life].epoch, tokens=depth * size)
-            for life, depth in found.devices
-        ),
-        lost=_lost(found, prompt_tokens, size, limit, empty),
-    )
-    total = match.tokens + sum(tokens for _, tokens in match.lost)
-    if total != prompt_tokens or sum(by_tier.values()) != match.tokens:
-        raise InvariantError(f"{match.tokens} cached {by_tier} and {match.lost} lost are not {prompt_tokens} tokens")
-    return match
+    tokens, runs, snapshot = bundles[0] if bundles else (0, (), None)
+    lost = _lost(found, prompt_tokens, size, limit, empty)
+    if tokens + sum([part for _, part in lost]) != prompt_tokens or sum(by_tier.values()) != tokens:
+        raise InvariantError(f"{tokens} cached {by_tier} and {lost} lost are not {prompt_tokens} tokens")
+    return Match(
+        tokens, found.depth * size, found.seen * size, runs, snapshot, tuple(bundles[1:]), by_tier,
+        tuple([Local(lives[life].instance_id, lives[life].epoch, depth * size) for life, depth in found.devices]),
+        lost,
+    )  # fmt: skip
 
 
 def _bundle(depth: int, lives: Sequence[Life], holder: int, cover: Cover, size: int) -> Bundle:
     runs = [_run(lives[life], first, min(end, depth)) for life, first, end in cover if first < depth]
-    return Bundle(tokens=depth * size, runs=tuple(runs), snapshot=_run(lives[holder], depth, depth))
+    return Bundle(depth * size, tuple(runs), _run(lives[holder], depth, depth))
 
 
 def _run(life: Life, first: int, end: int) -> Run:
-    return Run(node_id=life.instance_id, epoch=life.epoch, first=first, end=end)
+    return Run(life.instance_id, life.epoch, first, end)
 
 
 def _lost(

@@ -145,7 +145,7 @@ class Node:
         edge = CacheNodeEdge(self.core, intake, identity, self.metrics, _die, disk, replication)
         address = self._bind(edge)
         lines = LineServer(edge, edge.at_once)
-        line_address = f"{settings.advertise_host or host}:{await lines.start(host)}"
+        line_address = f"{settings.advertise_host or host}:{await lines.start(host)}{lines.local}"
         metrics_address = scrape.serve(self.metrics.registry, settings.metrics_listen)
         await self._server.start()
         try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 from cachestore import planner
@@ -87,7 +87,7 @@ def wants_turn() -> bool:
 def cold(prompt_tokens: int) -> Match:
     """What an index out of reach says."""
     reason: Any = "tier_error"
-    return replace(explain(NOTHING, prompt_tokens, BLOCK_TOKENS, ()), lost=((reason, prompt_tokens),))
+    return explain(NOTHING, prompt_tokens, BLOCK_TOKENS, ())._replace(lost=((reason, prompt_tokens),))
 
 
 def account(match: Match, prompt_tokens: int, cached: int, reason: str | None) -> core.CacheAccount:

@@ -186,7 +186,7 @@ def state_ahead_of_blocks() -> Iterator[None]:
 
     def match(self: Any, *rest: Any, **more: Any) -> Any:
         found = real(self, *rest, **more)
-        return replace(found, runs=found.runs[:-1])
+        return found._replace(runs=found.runs[:-1])
 
     with patched(index_memory.MemoryIndex, "match", match):
         yield
@@ -200,7 +200,7 @@ def whole_prompt_hits() -> Iterator[None]:
 
     def match(self: Any, root: bytes, hashes: Any, prompt_tokens: int, nodes: Any, **more: Any) -> Any:
         found = real(self, root, hashes, prompt_tokens + 1, nodes, **more)
-        return replace(found, lost=((found.lost[0][0], prompt_tokens - found.tokens),))
+        return found._replace(lost=((found.lost[0][0], prompt_tokens - found.tokens),))
 
     with patched(index_memory.MemoryIndex, "match", match):
         yield

@@ -153,6 +153,7 @@ class ReadHandle:
         self._peer = peer
         self.deadline_s = deadline_s
         self.aborted = False
+        self.at_once = False  # may be done before the call that starts it returns
         self.on_abort: Callable[[], None] | None = None  # set by a transport that can stop a read early
         self.note: str | None = None
         self.transport: TransportName | None = None  # that took it
@@ -194,9 +195,11 @@ class ReadHandle:
         """The late end of a read whose deadline passed or which was aborted."""
         self.fail(TransferError("the read was aborted"))
 
-    def _call(self, *step: Any) -> None:
-        if not self._loop.is_closed():  # a worker thread may outlive the loop at shutdown; nobody waits then
-            self._loop.call_soon_threadsafe(*step)
+    def _call(self, step: Callable[..., None], *given: Any) -> None:
+        if self.at_once:
+            step(*given)
+        elif not self._loop.is_closed():  # a worker thread may outlive the loop at shutdown; nobody waits then
+            self._loop.call_soon_threadsafe(step, *given)
 
     def _settle(self, report: ReadReport | None, error: ServeError | None, ended: bool) -> None:
         if ended and not self.ended.done():

@@ -1,6 +1,7 @@
 """NIXL: one-sided reads over RDMA, or over the kernel's cross-memory attach between processes of one host.
 
-Every NIXL call is made by one thread; a bounded queue leads to it. No progress thread and no listen thread: each
+NIXL calls are made by one thread, to which a bounded queue leads, or in its place, while it has nothing to do, by
+the event loop's: for a short read that somebody waits for. No progress thread and no listen thread: each
 would burn a core. The thread makes progress itself, also when idle, because a new peer's connection needs an answer
 from this side; after that, reads need nothing of it.
 """
@@ -30,6 +31,7 @@ CONNECT_TIMEOUT_S = 2.0  # then this peer's reads go over TCP, until the connect
 START_TIMEOUT_S = 20.0
 QUEUE_LEN_MAX = 256
 REMOTES_MAX = LANDING_SLOTS
+AT_ONCE_BYTES_MAX = 3 << 20  # holds the event loop for 0.4 ms; changing threads and back costs 0.1 ms
 
 
 def prepare_environment() -> None:
@@ -50,6 +52,13 @@ class _Submit(NamedTuple):
     batch: Batch
 
 
+class _Look(NamedTuple):
+    """There is a transfer that the event loop's thread began."""
+
+
+_Command = _Submit | _Look | None
+
+
 class NixlTransport:
     name: TransportName = "nixl"
 
@@ -57,9 +66,10 @@ class NixlTransport:
         self._agent_name = f"{instance_id}.{epoch}"
         self._pools = pools
         self._page = ProbePage()
-        self._commands: queue.SimpleQueue[_Submit | None] = queue.SimpleQueue()  # in C: half of a hop's cost less
+        self._commands: queue.SimpleQueue[_Command] = queue.SimpleQueue()  # in C: half of a hop's cost less
         self._metadata = b""
         self._thread: threading.Thread | None = None
+        self._loop: _Loop | None = None  # while it runs
         # Takes a read that NIXL should not do, with the reason; set before start by whoever holds both transports.
         self.fallback: Callable[[ReadHandle, Peer, Batch, str], None] = _no_fallback
 
@@ -91,9 +101,14 @@ class NixlTransport:
         peer.pools.add(id=self._page.span().pool, base=self._page.base, length=self._page.length)
 
     def submit(self, handle: ReadHandle, peer: Peer, batch: Batch, note: str | None = None) -> None:
-        if self._thread is None or not self._thread.is_alive():
+        loop = self._loop
+        if loop is None:
             raise InvariantError("the NIXL thread is not running")
         handle.transport = self.name
+        if handle.at_once:
+            if loop.do_at_once(handle, peer, batch):
+                return
+            handle.at_once = False
         if self._commands.qsize() >= QUEUE_LEN_MAX:
             handle.fail(TransferError(f"more than {QUEUE_LEN_MAX} reads are waiting for the NIXL thread"))
         else:
@@ -114,11 +129,13 @@ class NixlTransport:
         except Unavailable as error:
             started(error)
             return
+        loop = self._loop = _Loop(agent, self._commands, self.fallback)
         started(agent.metadata)
-        loop = _Loop(agent, self._commands, self.fallback)
         try:
             loop.run()
         finally:
+            self._loop = None
+            loop.turn.acquire()  # for good
             loop.fail_all()
             agent.close()
 
@@ -128,11 +145,11 @@ def _no_fallback(handle: ReadHandle, peer: Peer, batch: Batch, reason: str) -> N
 
 
 class _Loop:
-    """The NIXL thread's state: remotes by (instance, epoch), transfers in flight."""
+    """The NIXL thread's state: remotes by (instance, epoch), transfers in flight. Whoever has the turn may use it,
+    and the library; the NIXL thread always has, except where it waits for a command."""
 
-    def __init__(
-        self, agent: Agent, commands: queue.SimpleQueue[_Submit | None], fallback: Callable[..., None]
-    ) -> None:
+    def __init__(self, agent: Agent, commands: queue.SimpleQueue[_Command], fallback: Callable[..., None]) -> None:
+        self.turn = threading.Lock()
         self._agent = agent
         self._commands = commands
         self._fallback = fallback
@@ -147,13 +164,36 @@ class _Loop:
                 command = self._commands.get(timeout=pause_s if busy else IDLE_PROGRESS_S)
                 if command is None:
                     return
-                self._take(command)
                 pause_s = 0.0
             except queue.Empty:
-                self._agent.progress()
-            moved = self._advance()
+                command = None
+            with self.turn:
+                if command is None:
+                    self._agent.progress()
+                elif isinstance(command, _Submit):
+                    self._take(command)
+                moved = self._advance()
             # Spin while bytes move; a peer that does not answer is asked ever more rarely, up to each millisecond.
             pause_s = 0.0 if moved else min(0.001, pause_s + 0.00002)
+
+    def do_at_once(self, handle: ReadHandle, peer: Peer, batch: Batch) -> bool:
+        """By the event loop's thread: begin a short read, and end it where the transport is synchronous; False where
+        it has to go through the queue. Never waits for the NIXL thread."""
+        if sum(batch.lengths) > AT_ONCE_BYTES_MAX or peer.rdma or not self.turn.acquire(blocking=False):
+            return False
+        try:
+            remote = self._remotes.get((peer.instance_id, peer.epoch))
+            if remote is None or remote.connecting or remote.suspect or remote.dead or self._active:
+                return False
+            transfer = Transfer(self._agent, remote, handle, batch)
+            transfer.step()
+            if not transfer.over:
+                handle.at_once = False
+                self._active.append(transfer)
+                self._commands.put(_Look())
+            return True
+        finally:
+            self.turn.release()
 
     def _take(self, command: _Submit) -> None:
         handle, peer, batch = command.handle, command.peer, command.batch
@@ -246,5 +286,5 @@ class _Loop:
             transfer.handle.fail(TransferError("the transport is closing"))
         while not self._commands.empty():
             command = self._commands.get_nowait()
-            if command is not None:
+            if isinstance(command, _Submit):
                 command.handle.fail(TransferError("the transport is closing"))

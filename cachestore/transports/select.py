@@ -92,8 +92,11 @@ class TransportSet:
     def view(self, pool_id: int, offset: int, length: int) -> memoryview:
         return self._pools.view(pool_id, offset, length)
 
-    def read(self, peer: Peer, reads: Sequence[Read] | Batch, deadline_s: float) -> ReadHandle:
-        """Start pulling; await the handle for the report. Event-loop thread only.
+    def read(
+        self, peer: Peer, reads: Sequence[Read] | Batch, deadline_s: float, *, at_once: bool = False
+    ) -> ReadHandle:
+        """Start pulling; await the handle for the report. Event-loop thread only. `at_once`: a short read may be done
+        here and now, for who waits for nothing else: two changes of thread cost as much as a MiB.
 
         Raises: InvariantError for landing slices outside our pools. The handle raises TransferError,
         ChecksumMismatch, StaleEpoch, ReadTimeout.
@@ -113,7 +116,9 @@ class TransportSet:
             if run.remote_offset + run.length > ranges.get(run.remote_pool, 0):
                 handle.fail(TransferError(f"{peer.instance_id} has no such range in pool {run.remote_pool}"))
                 return handle
+        handle.at_once = at_once
         self._first.submit(handle, peer, batch, self._note)
+        handle.at_once = False  # from now on other threads settle it
         return handle
 
     def _ranges(self, peer: Peer) -> dict[int, int]:

@@ -222,7 +222,7 @@ class LocalNode:
         self.work = [asyncio.ensure_future(each) for each in running]
         return Member(
             instance_id=self.identity.instance_id, role="cachestore", epoch=self.identity.epoch,
-            grpc_address=f"127.0.0.1:{self.port}", line_address=f"127.0.0.1:{port}",
+            grpc_address=f"127.0.0.1:{self.port}", line_address=f"127.0.0.1:{port}{self.lines.local}",
             peer=self.transports.peer().SerializeToString(),
             load=Load(free_bytes=self.core.stats().free_bytes),
         )  # fmt: skip
