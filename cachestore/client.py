@@ -16,7 +16,8 @@ from typing import Any
 
 import grpc
 
-from cachestore.fetch import LEASE_TTL_MS, Fetch, FetchMiss, FetchReport, Nodes, Target
+from cachestore.fetch import LEASE_TTL_MS, Fetch, Nodes, Target
+from cachestore.fetch_report import FetchMiss, FetchReport
 from cachestore.lines import LineClient
 from cachestore.lookup import Kind
 from cachestore.transports import Landing, Slice, TransportSet

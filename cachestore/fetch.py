@@ -15,14 +15,14 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from itertools import repeat
-from typing import Literal, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import grpc
 
 from cachestore.fetch_part import DraftRead, NodeKey, OtherForm, Part, UnreadableLease, run_of_drafts
+from cachestore.fetch_report import FetchMiss, FetchReport, Place
 from cachestore.repeated import Repeated
 from cachestore.transports import Batch, ChecksumMismatch, Landing, ReadHandle, ReadReport, Slice, TransportSet
 from moonrelay.errors import ServeError, StaleEpoch
@@ -37,7 +37,6 @@ LEASE_TTL_MS = 6_000  # renewed at a third for as long as a read goes on
 LEASE_MARGIN_MS = 500  # beyond the fetch's own deadline
 ABORT_WAIT_S = 0.05
 ATTEMPT_S_MIN = 0.02  # with less time left an alternative is not begun
-FetchMiss = Literal["stale_index", "tier_error", "fingerprint"]
 
 
 class Nodes(Protocol):
@@ -56,38 +55,6 @@ class LeaseCalls(Protocol):
     async def renew(self, node: Member, lease: cache_pb2.LeaseReply, timeout_s: float) -> bool: ...
 
     def release(self, node: Member, lease: cache_pb2.LeaseReply) -> None: ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
-    """So many of the restored blocks came from this node, where it had them in memory or on disk."""
-
-    node: Member
-    blocks: int
-    on_disk: bool
-
-
-class FetchReport(NamedTuple):
-    """What landed: `tokens` of the hit, all unless `miss_reason` says why not.
-
-    `xxh3`: each restored block's checksum, None where it came in pieces. `bytes`, `transport` and the seconds are of
-    the attempt that succeeded. From token `draft_first` on every block has the asked drafter's rows too, with
-    checksums `draft_xxh3`; `draft_refused` blocks more should have had them by their lease.
-    """
-
-    tokens: int = 0
-    miss_reason: FetchMiss | None = None
-    detail: str = ""
-    bytes: int = 0
-    transport: str = ""
-    note: str | None = None
-    pull_seconds: float = 0.0
-    verify_seconds: float = 0.0
-    xxh3: tuple[int | None, ...] = ()
-    places: tuple[Place, ...] = ()
-    draft_first: int = 0
-    draft_xxh3: tuple[int | None, ...] = ()
-    draft_refused: int = 0
 
 
 class Target(NamedTuple):

@@ -135,6 +135,19 @@ def test_frames_are_the_same_however_the_bytes_are_cut(seed: int) -> None:
     assert found == sent
 
 
+def test_processes_of_one_host_have_a_unix_line_and_others_tcp() -> None:
+    async def run() -> None:
+        async with served(Servicer()) as (server, port):
+            assert server.local
+            for address in (f"127.0.0.1:1{server.local}", f"127.0.0.1:{port}/of-another-host"):
+                client = LineClient(address)
+                assert (await lease(client, b"x", ttl_ms=5)).ttl_ms == 5
+                client.close()
+        assert (await refusal(LineClient(f"127.0.0.1:1{server.local}"), b"x"))[0] is grpc.StatusCode.UNAVAILABLE
+
+    asyncio.run(run())
+
+
 def test_a_slow_call_holds_up_no_other_and_ends_at_its_deadline() -> None:
     async def run() -> None:
         servicer = Servicer()

@@ -67,11 +67,14 @@ def test_what_a_read_promises(transport: str) -> None:
 
 async def bytes_arrive(transport: str, reader: Reader, peer) -> None:
     for offset, length in ((4099, 1), (8192, 64 << 10), (12345, (9 << 20) + 3), (LENGTH - 5, 5), (77, 0)):
-        handle = reader.transports.read(peer.peer, [whole(peer.bytes.span(offset, length), 13)], soon())
-        report = await handle
-        assert handle.ended.done()
-        assert (report.transport, report.bytes, report.note) == (transport, length, None)
-        assert reader.landed(13, length) == peer.bytes.data[offset : offset + length].tobytes()
+        for at_once in (False, True):
+            read = whole(peer.bytes.span(offset, length), 13)
+            handle = reader.transports.read(peer.peer, [read], soon(), at_once=at_once)
+            report = await handle
+            assert handle.ended.done()
+            assert (report.transport, report.bytes, report.note) == (transport, length, None)
+            assert reader.landed(13, length) == peer.bytes.data[offset : offset + length].tobytes()
+            reader.memory[13 : 13 + length] = 0
 
 
 async def scattered_bytes_arrive(reader: Reader, peer) -> None:
@@ -125,11 +128,14 @@ async def altered_bytes_are_refused(reader: Reader, peer) -> None:
     try:
         for length in (1, 9 << 20):
             handle = reader.transports.read(
-                peer.peer, [whole(peer.bytes.span(64, 64)), whole(peer.bytes.span(0, length), 64)], soon()
+                peer.peer,
+                [whole(peer.bytes.span(64, 64)), whole(peer.bytes.span(0, length), 64)],
+                soon(),
+                at_once=True,
             )
             with pytest.raises(ChecksumMismatch):
                 await handle
-            assert handle.ended.done()
+            assert handle.ended.done() and handle.verified == 1
     finally:
         await asyncio.to_thread(peer.alter_first_byte)
 
