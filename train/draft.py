@@ -15,12 +15,14 @@ from train.draft_eval import held_out_prompts
 from train.draft_prompts import CorpusPrompts
 from train.draft_roles import DraftSettings, write_held_out
 from train.draft_run import Journal, run_alone
+from train.draft_trainer import TrainerSettings
 from train.eval import ZOO
 from train.main import prepare
 
 log = logging.getLogger(__name__)
 
 FOLDER = Path(__file__).parent
+GOING_ON = TrainerSettings(rate=1.0, decay=0.9, ce_first=0.3)  # where weights are trained already
 HELD_OUT = 16  # prompts of each kind
 
 
@@ -30,6 +32,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--work", type=Path, default=FOLDER / ".work", help="corpus and rows, made where missing")
     parser.add_argument("--folder", type=Path, help="state, log, curve and drafter (default: WORK/draft); resumed")
     parser.add_argument("--minutes", type=float, default=60.0, help="wall time of the whole run, resumes included")
+    parser.add_argument("--start", type=Path, help="a drafter to go on from, of the same sizes or narrower ones")
     parser.add_argument("--generators", type=int, default=1, help="actors that run the target")
     parser.add_argument("--trainers", type=int, default=1, help="actors that learn")
     parser.add_argument("--queue", type=int, default=4, help="written batches that may wait for each trainer")
@@ -57,6 +60,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         stop=tokenizer.eos,
         mask_id=tokenizer.vocab_size - 1,  # a special token that no text has
         seed=args.seed,
+        trainer=TrainerSettings() if args.start is None else GOING_ON,
+        start=args.start and args.start.resolve(),
     )
     prompts = CorpusPrompts(args.work.resolve(), args.model.resolve())
     journal = Journal(settings.folder, args.minutes)

@@ -58,10 +58,11 @@ class GeneratorSettings:
 
     target_layers: tuple[int, ...]
     batch: int = 96
-    tokens_min: int = 96
-    tokens_max: int = 256
+    tokens_min: int = 128
+    tokens_max: int = 320
     context_max: int = 1_024
-    greedy_share: float = 0.65
+    greedy_share: float = 0.55
+    prompts_too: bool = False  # the laws that a prompt's own tokens might have been drawn from are kept as well
     seed: int = 0
 
 
@@ -91,17 +92,30 @@ class _Running:
     def ended(self, stop: int) -> bool:
         return self._generated() >= self.tokens or self.ids[-1] == stop or self._run >= LOOP_TOKENS
 
-    def sample(self) -> Sample:
-        return Sample(
-            kind=self.prompt.kind,
-            greedy=self.greedy,
-            prompt=len(self.prompt.ids),
-            ids=np.array(self.ids, np.uint16),
-            taps=np.concatenate(self.taps),
-            states=np.stack(self.states),
-            likeliest=np.stack(self.likeliest),
-            matched=matches(self.ids)[len(self.prompt.ids) :],
+    def samples(self) -> Iterator[Sample]:
+        """One; or two, where laws of the prompt are kept and the rest is no text that was drawn from its law."""
+        known = len(self.ids) - sum(map(len, self.states))  # tokens before the first whose law is
+        middle = len(self.prompt.ids)
+        parts = [(self.greedy, known, len(self.ids))]
+        if self.greedy and known < middle:
+            parts = [(False, known, middle), (True, middle, len(self.ids))]
+        ids, found = np.array(self.ids, np.uint16), matches(self.ids)
+        taps, states, likeliest = (
+            np.concatenate(self.taps),
+            np.concatenate(self.states),
+            np.concatenate(self.likeliest),
         )
+        for greedy, first, end in parts:
+            yield Sample(
+                kind=self.prompt.kind,
+                greedy=greedy,
+                prompt=first,
+                ids=ids[:end],
+                taps=taps[: end - 1],
+                states=states[first - known : end - known],
+                likeliest=likeliest[first - known : end - known],
+                matched=found[first:end],
+            )
 
 
 class Generator:
@@ -136,7 +150,7 @@ class Generator:
             self._running = [running for running in self._running if not running.ended(self._stop)]
             for running in ended:
                 self._begin(running.slot)
-                yield running.sample()
+                yield from running.samples()
 
     def _step(self) -> None:
         width = self._slot_blocks
@@ -146,6 +160,7 @@ class Generator:
                 start=r.consumed,
                 slot=r.slot,
                 blocks=range(r.slot * width, (r.slot + 1) * width),
+                logits="all" if self._settings.prompts_too else "last",
             )
             for r in self._running
         ]
@@ -155,16 +170,18 @@ class Generator:
         logits = self._target.forward(segments, self._rows, self._state, taps=taps)
         states = (logits @ self._from_logits).numpy().astype(np.float16)
         likeliest = logits.topk(TOP).indices.numpy().astype(np.uint16)
-        totals = logits.softmax(-1).cumsum(-1)
+        rows = np.cumsum(sizes if self._settings.prompts_too else np.ones_like(sizes))
+        totals = logits[rows - 1].softmax(-1).cumsum(-1)
         points = torch.rand(len(totals), 1, generator=self._noise) * totals[:, -1:]
         drawn = torch.searchsorted(totals, points, right=True)[:, 0].clamp(max=config.vocab_size - 1).tolist()
         parts = np.split(taps.numpy().astype(np.float16), np.cumsum(sizes)[:-1])
+        of_states, of_likeliest = np.split(states, rows[:-1]), np.split(likeliest, rows[:-1])
         for i, running in enumerate(self._running):
             running.consumed += sizes[i]
             running.taps.append(parts[i])
-            running.states.append(states[i])
-            running.likeliest.append(likeliest[i])
-            running.take(int(likeliest[i, 0]) if running.greedy else drawn[i])
+            running.states.append(of_states[i])
+            running.likeliest.append(of_likeliest[i])
+            running.take(int(of_likeliest[i][-1, 0]) if running.greedy else drawn[i])
 
 
 def matches(ids: Sequence[int]) -> NDArray[np.uint8]:

@@ -19,6 +19,7 @@ from model.drafter.config import DrafterConfig
 from model.drafter.rotary import attention_scale, rotate
 from model.drafter.tensors import expected_tensors
 from model.ops.norm import rms_norm
+from train.draft_attention import attend
 
 W1, W2 = "markov_head.markov_w1.weight", "markov_head.markov_w2.weight"
 CONFIDENCE, CONFIDENCE_BIAS = "confidence_head.proj.weight", "confidence_head.proj.bias"
@@ -47,7 +48,6 @@ class DraftNetwork:
         the token that each block starts with and its position, which is how many rows it sees.
         """
         c = self.config
-        tokens = taps.shape[1]
         features = rms_norm(
             F.linear(taps.flatten(2), params["context_proj.weight"]), params["context_norm.weight"], c.eps
         )
@@ -55,13 +55,11 @@ class DraftNetwork:
         ids[..., 0] = anchors
         h = self._embedding[ids]
         positions = places[..., None] + torch.arange(slots)
-        unseen = torch.arange(tokens) >= places[..., None]
-        hides = torch.zeros(unseen.shape).masked_fill_(unseen, -torch.inf).repeat_interleave(slots, 1)[:, None]
         for layer in range(c.layers):
             at = f"layers.{layer}."
             p = {name.removeprefix(at): value for name, value in params.items() if name.startswith(at)}
             x = rms_norm(h, p["input_layernorm.weight"], c.eps)
-            h = h + self._attend(p, x, positions, features, hides)
+            h = h + self._attend(p, x, positions, features, places)
             x = rms_norm(h, p["post_attention_layernorm.weight"], c.eps)
             gate, up = F.linear(x, p["mlp.gate_proj.weight"]), F.linear(x, p["mlp.up_proj.weight"])
             h = h + F.linear(F.silu(gate) * up, p["mlp.down_proj.weight"])
@@ -78,11 +76,12 @@ class DraftNetwork:
         turned = rotate(key.flatten(0, 1), positions.flatten(), c.rope, interleaved=True).view_as(key)
         up = F.linear(latent, p["self_attn.kv_b_proj.weight"]).view(heads)
         plain, value = up.split_with_sizes((c.nope, c.v_dim), -1)
-        keys = torch.cat([plain, turned[:, :, None].expand(-1, -1, c.heads, -1)], -1)
-        return keys.transpose(1, 2), value.transpose(1, 2)
+        turned = turned.to(plain.dtype)[:, :, None].expand(-1, -1, c.heads, -1)
+        keys = torch.cat([plain, turned], -1)
+        return keys.transpose(1, 2).contiguous(), value.transpose(1, 2).contiguous()
 
     def _attend(
-        self, p: Mapping[str, Tensor], x: Tensor, positions: Tensor, features: Tensor, hides: Tensor
+        self, p: Mapping[str, Tensor], x: Tensor, positions: Tensor, features: Tensor, places: Tensor
     ) -> Tensor:
         c = self.config
         sequences, anchors, slots, _ = x.shape
@@ -91,17 +90,13 @@ class DraftNetwork:
         query = F.linear(query, p["self_attn.q_b_proj.weight"]).view(*x.shape[:2], c.heads, -1)
         plain, turned = query.split_with_sizes((c.nope, c.rope.dim), -1)
         turned = rotate(turned.flatten(0, 1), positions.flatten(), c.rope, interleaved=True).view_as(turned)
-        query = torch.cat([plain, turned], -1).transpose(1, 2) * attention_scale(c.rope, c.nope + c.rope.dim)
+        query = torch.cat([plain, turned.to(plain.dtype)], -1).transpose(1, 2)
+        query = query.contiguous() * attention_scale(c.rope, c.nope + c.rope.dim)
         every = torch.arange(features.shape[1]).expand(features.shape[:2])
         keys, values = self._rows(p, features, every)
-        own_keys, own_values = (
-            part.view(sequences, c.heads, anchors, slots, -1) for part in self._rows(p, x, positions)
-        )
-        blocks = query.view(sequences, c.heads, anchors, slots, -1)
-        own = (blocks @ own_keys.mT).flatten(2, 3)
-        weights = torch.cat([query @ keys.mT + hides, own], -1).softmax(-1)
-        rows, own = weights.split_with_sizes((features.shape[1], slots), -1)
-        mixed = rows @ values + (own.view(*blocks.shape[:-1], slots) @ own_values).flatten(2, 3)
+        blocks = (sequences, c.heads, anchors, slots, -1)
+        own_keys, own_values = (part.view(blocks) for part in self._rows(p, x, positions))
+        mixed = attend(query.view(blocks), keys, values, own_keys, own_values, places).flatten(2, 3)
         out = F.linear(mixed.transpose(1, 2).flatten(2), p["self_attn.o_proj.weight"])
         return out.view(sequences, anchors, slots, -1)
 
@@ -127,6 +122,18 @@ def initial(config: DrafterConfig, norm: Tensor, seed: int) -> dict[str, Tensor]
     params[CONFIDENCE_BIAS] = torch.zeros(1)
     params[W2] *= 0.1
     return params
+
+
+@torch.no_grad()
+def widen(params: dict[str, Tensor], smaller: Mapping[str, Tensor]) -> None:
+    """Make `params`, fresh from `initial`, the function that `smaller` is, in place: of a matrix with more rows or
+    columns the first are the smaller one's, and what the others feed is read with weight 0 at first."""
+    read = (CONFIDENCE, W2)  # columns of the Markov head's rank; and those of the wider MLP
+    for name, value in params.items():
+        known = smaller[name].float()
+        if name in read or name.endswith("down_proj.weight"):
+            value.zero_()
+        value[tuple(slice(0, size) for size in known.shape)] = known
 
 
 @torch.no_grad()

@@ -17,9 +17,10 @@ from model.batch import Verifier
 from model.checkpoint import load_weights
 from model.config import load_config
 from model.drafter.config import DrafterConfig, Rope
+from model.drafter.network import read_drafter
 from train import draft_eval
 from train.draft_data import Generator, GeneratorSettings, Sample
-from train.draft_network import W1, W2, DraftNetwork, bigram_factors, initial, look_back
+from train.draft_network import W1, W2, DraftNetwork, bigram_factors, initial, look_back, widen
 from train.draft_prompts import Prompt
 from train.draft_trainer import Replay, Trainer, TrainerSettings, export, released_config
 
@@ -36,14 +37,14 @@ class DrafterSizes:
 
     target_layers: tuple[int, ...] = (2, 5, 8)
     layers: int = 2
-    intermediate: int = 512
+    intermediate: int = 768
     heads: int = 4
     q_lora: int = 96
     kv_lora: int = 96
     nope: int = 32
     rope: int = 32
     v_dim: int = 64
-    markov_rank: int = 64
+    markov_rank: int = 96
     block_len: int = 7
 
 
@@ -52,7 +53,8 @@ class DraftSettings:
     """Everything about a run but where its actors stand.
 
     A round is what a trainer does between two meetings: `round_steps` steps, fed with what its generators wrote.
-    Units: `fill` samples are in a trainer's replay before it starts.
+    Units: `fill` samples are in a trainer's replay before it starts. `start`: a drafter of the same sizes, or with a
+    narrower MLP or Markov head, whose weights are gone on from.
     """
 
     model_dir: Path
@@ -60,14 +62,17 @@ class DraftSettings:
     stop: int
     mask_id: int
     sizes: DrafterSizes = field(default_factory=DrafterSizes)
-    generator: GeneratorSettings = field(default_factory=lambda: GeneratorSettings(target_layers=(2, 5, 8)))
+    generator: GeneratorSettings = field(
+        default_factory=lambda: GeneratorSettings(target_layers=(2, 5, 8), prompts_too=True)
+    )
     trainer: TrainerSettings = field(default_factory=TrainerSettings)
-    batch_samples: int = 32
-    fill: int = 400
-    replay: int = 20_000
-    round_steps: int = 20
+    batch_samples: int = 96
+    fill: int = 1_200
+    replay: int = 8_000
+    round_steps: int = 40
     backend: BackendKind = "native"
     seed: int = 0
+    start: Path | None = None
 
 
 def drafter_config(settings: DraftSettings) -> DrafterConfig:
@@ -149,6 +154,8 @@ class TrainerRole:
         self._num_target_layers = target.num_layers
         network = DraftNetwork(self._config, self._embedding)
         params = initial(self._config, weights["model.norm.weight"], settings.seed)
+        if settings.start is not None:
+            widen(params, read_drafter(settings.start, target)[1])
         self._trainer = Trainer(network, params, self._head, settings.trainer)
         self._replay = Replay(settings.replay, settings.seed + 1_000 * index)
 
@@ -169,7 +176,7 @@ class TrainerRole:
                 self._replay.add(sample)
         if len(self._replay) < self._settings.fill:
             return {"replay": len(self._replay)}, None
-        if self._trainer.step_number == 0:
+        if self._trainer.step_number == 0 and self._settings.start is None:
             self._start()
         rows = []
         for _ in range(self._settings.round_steps):

@@ -21,7 +21,7 @@ from torch import Tensor
 from model.drafter.config import DrafterConfig
 from model.drafter.lookup import MATCH_MIN_DRAWN, MATCH_MIN_GREEDY
 from train.draft_data import Sample
-from train.draft_loss import Vocabulary, overlap_loss
+from train.draft_loss import Aim, Vocabulary, block_loss
 from train.draft_network import CONFIDENCE, CONFIDENCE_BIAS, W1, W2, DraftNetwork
 from train.optimizer import Optimizer
 
@@ -29,8 +29,8 @@ KNOWN_SHARE = 0.15  # of the blocks whose first tokens a look into the text woul
 # Greedy text is learnt at temperature 1/2: laws that overlap there agree about the likeliest token, which is all that
 # counts, and the same logits are right at temperature 1, which a pull towards the token itself would bend.
 GREEDY_SHARPNESS = 2.0
-SLOT_DECAY = 3.0  # slot k counts exp(-k / SLOT_DECAY): it is looked at only where all before it were kept
-SLOT_SHARES = {3: 0.15, 4: 0.3, 5: 0.35, 7: 0.2}  # blocks attend both ways, so every length has to be met
+FLOOR = 0.1  # of what a slot counts, beside the chance that it is reached at all
+SLOT_SHARES = {3: 0.15, 4: 0.2, 5: 0.35, 7: 0.3}  # blocks attend both ways, so every length has to be met
 CONFIDENCE_SHARE = 0.5  # of the confidence head's loss: the block has to carry what it sees, at some cost
 # A loss is over the likeliest tokens of all its batch's laws, a third of the vocabulary, and so many of the others,
 # each for several: at temperature 1 a tenth of a law lies there.
@@ -43,12 +43,12 @@ FINAL_RATE = 0.02
 class TrainerSettings:
     """`samples` sequences a step, `anchors` blocks in each. Learning rates fall linearly over the last `decay`."""
 
-    samples: int = 14
-    anchors: int = 36
+    samples: int = 12
+    anchors: int = 48
     decay: float = 0.8
     rate: float = 1.3
     ce_first: float = 0.8  # share of the cross-entropy at the start, which moves what overlaps nowhere
-    ce_last: float = 0.2
+    ce_last: float = 0.1
     seed: int = 0
 
 
@@ -90,14 +90,16 @@ class Batch:
     """Blocks of several samples.
 
     Shapes: taps [sequences, tokens, num_taps, hidden]; ids, places [sequences, anchors]; before [.., slots]: the
-    token that each slot's follows; states [.., slots, hidden], likeliest [.., slots, TOP]: the law behind it; weights
-    [.., slots], 0 where a sample ends; greedy [sequences] bool. `seed`: of what the loss draws.
+    token that each slot's follows; drawn [.., slots]: the one behind it; states [.., slots, hidden], likeliest
+    [.., slots, TOP]: the law that it was drawn from; weights [.., slots], 0 where a sample ends; greedy [sequences]
+    bool. `seed`: of what the loss draws.
     """
 
     taps: Tensor
     ids: Tensor
     places: Tensor
     before: Tensor
+    drawn: Tensor
     states: Tensor
     likeliest: Tensor
     weights: Tensor
@@ -118,15 +120,15 @@ def collate(samples: Sequence[Sample], anchors: int, slots: int, rng: np.random.
         law = chosen[:, None] + 1 + np.arange(slots)  # of the token behind each slot's
         kept = (law < s.generated) & (np.arange(anchors) < len(good))[:, None]
         law = np.minimum(law, s.generated - 1)
-        weights = kept * np.exp(-np.arange(slots) / SLOT_DECAY)
         ids = s.ids.astype(np.int64)
         for name, value in (
             ("ids", ids[s.prompt + chosen]),
             ("places", s.prompt + chosen),
             ("before", ids[s.prompt + law - 1]),
+            ("drawn", ids[s.prompt + law]),
             ("states", s.states[law].astype(np.float32)),
             ("likeliest", s.likeliest[law].astype(np.int64)),
-            ("weights", weights.astype(np.float32)),
+            ("weights", kept.astype(np.float32)),
         ):
             parts[name].append(torch.from_numpy(value))
     stacked = {name: torch.stack(values) for name, values in parts.items()}
@@ -145,7 +147,8 @@ def vocabulary(likeliest: Tensor, head: Tensor, w2: Tensor, seed: int) -> Vocabu
     standing = torch.zeros(len(sure) + len(drawn))
     standing[len(sure) :] = math.log(len(rest) / max(1, len(drawn)))
     tokens = torch.cat([sure, drawn])
-    return Vocabulary(head=head[tokens], w2=F.embedding(tokens, w2), standing=standing, sure=len(sure))
+    index = torch.full((len(head),), -1).index_copy_(0, sure, torch.arange(len(sure)))
+    return Vocabulary(head=head[tokens], w2=F.embedding(tokens, w2), standing=standing, sure=len(sure), index=index)
 
 
 class Trainer:
@@ -155,10 +158,11 @@ class Trainer:
         self, network: DraftNetwork, params: dict[str, Tensor], head: Tensor, settings: TrainerSettings
     ) -> None:
         self.network, self.params, self.settings = network, params, settings
+        self._dtype = torch.bfloat16 if torch.cpu._is_avx512_bf16_supported() else torch.float32
         self._head = head.float()
         for value in params.values():
             value.requires_grad_(True)
-        self.optimizer = Optimizer(params)
+        self.optimizer = Optimizer(params, self._dtype)
         self.step_number = 0
         self.slots_seen = 0
 
@@ -187,21 +191,31 @@ class Trainer:
         return numbers
 
     def loss(self, batch: Batch, ce_share: float) -> tuple[Tensor, dict[str, float]]:
-        p, slots = self.params, batch.before.shape[-1]
-        kept_slots = batch.weights.flatten() > 0
-        hidden = self.network.hidden(p, batch.taps, batch.ids, batch.places, slots).flatten(0, 2)[kept_slots]
-        markov = F.embedding(batch.before.flatten()[kept_slots], p[W1])
-        weights = batch.weights.flatten()[kept_slots] / batch.weights.sum()
-        greedy = batch.greedy[:, None, None].expand_as(batch.before).flatten()[kept_slots]
-        likeliest = batch.likeliest.flatten(0, 2)[kept_slots].flatten()
-        tokens = vocabulary(likeliest, self._head, p[W2], batch.seed)
-        states = batch.states.flatten(0, 2)[kept_slots]
-        sharpness = torch.where(greedy, GREEDY_SHARPNESS, 1.0)
-        losses = overlap_loss(hidden, markov, tokens, states, sharpness, weights, ce_share)
+        p, slots, dtype = self.params, batch.before.shape[-1], self._dtype
+        with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
+            hidden = self.network.hidden(p, batch.taps, batch.ids, batch.places, slots)
+        hidden = hidden.flatten(0, 1).float()
+        whole = batch.weights.flatten(0, 1)
+        markov = F.embedding(batch.before.flatten(0, 1), p[W1])
+        greedy = batch.greedy[:, None].expand(-1, batch.ids.shape[1]).flatten()
+        named = torch.cat([batch.likeliest.flatten(), batch.drawn.flatten()])
+        tokens = vocabulary(named, self._head, p[W2], batch.seed)
+        aim = Aim(
+            states=batch.states.flatten(0, 1),
+            drawn=tokens.index[batch.drawn.flatten(0, 1)],
+            weights=whole / whole[:, 0].sum().clamp(min=1.0),
+            greedy=greedy,
+            sharpness=torch.where(greedy, GREEDY_SHARPNESS, 1.0),
+            ce_share=ce_share,
+            floor=FLOOR,
+        )
+        losses = block_loss(hidden, markov, tokens, aim, dtype)
         # Kept or not: at temperature 0 a token must be the likeliest, else the overlap is its chance.
-        kept = torch.where(greedy, losses.matched.float(), losses.overlap)
-        seen = torch.cat([hidden, markov], 1)
-        scores = F.linear(seen, p[CONFIDENCE], p[CONFIDENCE_BIAS])[:, 0]
+        kept = torch.where(greedy[:, None], losses.matched.float(), losses.overlap)
+        weights = whole * (FLOOR + (1 - FLOOR) * losses.reach)
+        weights /= weights.sum().clamp(min=1e-9)
+        seen = torch.cat([hidden, markov], -1)
+        scores = F.linear(seen, p[CONFIDENCE], p[CONFIDENCE_BIAS])[..., 0]
         confidence = F.binary_cross_entropy_with_logits(scores, kept, weights, reduction="sum")
         numbers = {
             "loss": losses.total.item(),

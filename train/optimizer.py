@@ -34,15 +34,15 @@ ADAM_LR = {
 ADAM_LR_OTHER = 0.008
 
 
-def orthogonalise(stack: Tensor) -> Tensor:
-    """The nearest matrices with singular values near 1, of a stack [n, out, in]."""
+def orthogonalise(stack: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """The nearest matrices with singular values near 1, of a stack [n, out, in]. `dtype`: of the products."""
     wide = stack.shape[1] <= stack.shape[2]
     x = stack if wide else stack.mT
-    x = x / (x.norm(dim=(1, 2), keepdim=True) * 1.02 + 1e-6)
+    x = (x / (x.norm(dim=(1, 2), keepdim=True) * 1.02 + 1e-6)).to(dtype)
     for a, b, c in QUINTICS:
         gram = torch.bmm(x, x.mT)
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return x if wide else x.mT
+    return (x if wide else x.mT).to(stack.dtype)
 
 
 def is_matrix(name: str, value: Tensor) -> bool:
@@ -53,9 +53,13 @@ def is_matrix(name: str, value: Tensor) -> bool:
 
 
 class Optimizer:
-    """Updates `params` in place; frozen ones (the router's balancing bias) are the caller's."""
+    """Updates `params` in place; frozen ones (the router's balancing bias) are the caller's.
 
-    def __init__(self, params: Mapping[str, Tensor]) -> None:
+    `dtype`: of Muon's products, whose result need not be exact.
+    """
+
+    def __init__(self, params: Mapping[str, Tensor], dtype: torch.dtype = torch.float32) -> None:
+        self._dtype = dtype
         self._params = {name: value for name, value in params.items() if value.requires_grad}
         self._groups: dict[tuple[int, ...], list[str]] = defaultdict(list)
         for name, value in self._params.items():
@@ -81,7 +85,7 @@ class Optimizer:
         for name in names:
             self.first[name].lerp_(grads[name], 1 - momentum)
             directions.append(grads[name].lerp(self.first[name], momentum).view(-1, *shape))
-        update = orthogonalise(torch.cat(directions))
+        update = orthogonalise(torch.cat(directions), self._dtype)
         lr = MUON_LR * rate * max(1.0, shape[0] / shape[1]) ** 0.5
         for name, part in zip(names, torch.split(update, [len(d) for d in directions]), strict=True):
             value = self._params[name]

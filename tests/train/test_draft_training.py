@@ -64,9 +64,21 @@ def settings(folder: Path) -> DraftSettings:
     )  # fmt: skip
 
 
-@pytest.fixture
-def samples(tmp_path: Path, keep_threads: None) -> list[Sample]:
-    return GeneratorRole(settings(tmp_path), RandomPrompts(), 1).produce(12)[1]
+@pytest.fixture(params=[False, True], ids=["", "prompts too"])
+def samples(tmp_path: Path, keep_threads: None, request: pytest.FixtureRequest) -> list[Sample]:
+    own = settings(tmp_path)
+    own = replace(own, generator=replace(own.generator, prompts_too=request.param))
+    return GeneratorRole(own, RandomPrompts(), 1).produce(18 if request.param else 12)[1]
+
+
+def test_a_prompt_is_a_sample_where_its_laws_are_kept(samples: list[Sample], request: pytest.FixtureRequest) -> None:
+    """Up to where greedy text begins, which is another one; drawn text goes on from it."""
+    starts = {s.prompt == 1 for s in samples if not s.greedy}
+    assert starts == {"prompts too" in request.node.name}
+    for before, greedy in itertools.pairwise(samples):
+        if greedy.greedy and "prompts too" in request.node.name:
+            assert not before.greedy and before.prompt == 1 and len(before.ids) == greedy.prompt
+            np.testing.assert_array_equal(before.ids, greedy.ids[: greedy.prompt])
 
 
 class Clock:
@@ -88,7 +100,7 @@ class Stopped(Clock):
 
 
 def test_a_sample_holds_what_stepping_gives(samples: list[Sample], tmp_path: Path) -> None:
-    """Taps and laws of a batch that comes and goes, against one pass over each whole text."""
+    """Taps and laws of a batch that comes and goes, its prompts' too, against one pass over each whole text."""
     target = load_target(settings(tmp_path))
     target.tap(LAYERS)
     layout = target.layout(64)
