@@ -247,7 +247,9 @@ class Fetch:
         )
         asked_s = time.monotonic()  # a lease is counted from before it was granted
         try:
-            part.lease = await self._calls.lease(part.member, request, max(0.001, until_s - asked_s))
+            reply = self._calls.lease(part.member, request, max(0.001, until_s - asked_s))
+            part.prepare(self._to.rows, self._to.state)  # while the request is on its way
+            part.lease = await reply
         except grpc.aio.AioRpcError as error:
             gone = (grpc.StatusCode.NOT_FOUND, grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.UNAVAILABLE)
             if error.code() is not grpc.StatusCode.NOT_FOUND:
@@ -258,7 +260,7 @@ class Fetch:
     def _reads(self, parts: Sequence[Part], end: int) -> list[Batch]:
         """What each part brings. Raises: _Miss where a lease does not fit what was asked for."""
         try:
-            batches = [part.reads(self._to.rows, self._to.state) for part in parts]
+            batches = [part.reads() for part in parts]
         except UnreadableLease as error:
             raise _Miss("tier_error", str(error)) from None
         except OtherForm as error:
@@ -276,13 +278,15 @@ class Fetch:
         stops the others. Raises: _Miss."""
         handles: list[ReadHandle] = []
         parts = [part for part, _ in plans]
-        period_s = min([part.lease.ttl_ms for part in parts if part.lease is not None]) / 3000
-        renewing = Repeated(period_s, lambda: self._renew_all(parts, period_s))
+        renewing: Repeated | None = None
         try:
             for part, batch in plans:
                 read = self._transports.read(_peer(part.member.peer), batch, until_s, at_once=len(plans) == 1)
                 part.handle = self._to.landing.add(read)
                 handles.append(part.handle)
+            if not handles[0].settled.done():
+                period_s = min(part.lease.ttl_ms for part in parts if part.lease is not None) / 3000
+                renewing = Repeated(period_s, lambda: self._renew_all(parts, period_s))
             if len(handles) == 1:  # without the set's share of a short read's time
                 with contextlib.suppress(ServeError):
                     return [await handles[0].settled]
@@ -293,7 +297,8 @@ class Fetch:
                 handle.abort()
             raise
         finally:
-            renewing.stop()
+            if renewing is not None:
+                renewing.stop()
         error = next((found for handle in handles if (found := _failed(handle)) is not None), None)
         if error is not None:
             for handle in handles:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from cachestore.spans import DISK, Record, unpack
+from cachestore import spans
+from cachestore.spans import DISK, Record
 from cachestore.transports import Batch, ReadHandle, Slice
 from cachestore.transports.base import columns
 from moonrelay.membership import Member
@@ -41,6 +42,8 @@ class Part:
     snapshot: int = 0
     lease: cache_pb2.LeaseReply | None = None
     valid_until_s: float = 0.0
+    places: list[Slice] = field(default_factory=list)  # of `entries()`
+    columns: tuple[Sequence[int], Sequence[int], Sequence[int]] = ((), (), ())  # the same, field by field
     ends: Sequence[int] = ()  # per span of an entry: 1 where it is the last of it
     sums: Sequence[int | None] = ()  # of `blocks()`; None where it came in pieces
     on_disk: Sequence[bool] = ()  # of `blocks()`
@@ -75,33 +78,38 @@ class Part:
         verified = self.handle.verified if self.handle is not None else 0
         return [draft for draft in self.drafts if draft.reads <= verified]
 
-    def reads(self, rows: Sequence[Slice], state: Slice) -> Batch:
+    def prepare(self, rows: Sequence[Slice], state: Slice) -> None:
+        """What needs no lease: where each entry goes."""
+        self.places = [place for first, end in self.ranges for place in rows[first:end]]
+        if self.snapshot:
+            self.places.append(state)
+        into, at, sizes = zip(*self.places, strict=True)
+        self.columns = into, at, list(sizes)
+
+    def reads(self) -> Batch:
         """Every leased span of an entry, to the part of our memory it belongs to.
 
         Raises: UnreadableLease, OtherForm.
         """
         assert self.lease is not None
-        places = [place for first, end in self.ranges for place in rows[first:end]]
-        num_blocks = len(places)
-        if self.snapshot:
-            places.append(state)
+        places, num_blocks = self.places, len(self.places) - bool(self.snapshot)
         try:
-            records = unpack(self.lease.spans)
+            found = spans.columns(self.lease.spans)
         except ValueError as error:
             raise UnreadableLease(f"an unreadable lease: {error}") from None
-        pools, tiers, self.ends, offsets, lengths, self.sums = zip(*records, strict=True) if records else ((),) * 6
+        pools, tiers, self.ends, offsets, lengths, self.sums = found
         if sum(self.ends) != len(places) or max(self.ends) > 1:
             raise UnreadableLease("the lease covers other entries than were asked for")
-        into, at, sizes = zip(*places, strict=True)
+        into, at, sizes = self.columns
         batch = Batch()
         if lengths == sizes:  # each in one piece
             batch.add((pools, offsets, into, at, lengths), lengths, self.sums)
         else:
-            batch.add(columns(_pieces(records, places)), lengths, self.sums)
+            batch.add(columns(_pieces(found.records(), places)), lengths, self.sums)
             starts = (1, *self.ends)
             ends = [i for i, last in enumerate(self.ends) if last]
             self.sums = [self.sums[i] if starts[i] else None for i in ends]
-            tiers = tuple(tiers[i] for i in ends)
+            tiers = [tiers[i] for i in ends]
         self.sums = self.sums[:num_blocks]
         self.on_disk = [tier == DISK for tier in tiers[:num_blocks]]
         self.nbytes = sum(lengths)
@@ -112,7 +120,7 @@ class Part:
         not there, and so is what comes after it."""
         assert self.lease is not None
         try:
-            records = unpack(self.lease.draft_spans)
+            records = spans.unpack(self.lease.draft_spans)
         except ValueError:
             return
         deepest_first = reversed(self.blocks())

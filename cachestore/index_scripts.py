@@ -83,9 +83,15 @@ for i = 8, #ARGV do
   names[i - 7] = ARGV[i]
   live[ARGV[i]] = true
 end
-local dead = {}
-for _, name in ipairs(redis.call('SMEMBERS', KEYS[1])) do
-  if not live[name] then dead[#dead + 1] = name end
+local gone
+local function dead()  -- asked for only where the live ones' blocks end before the prompt does
+  if not gone then
+    gone = {}
+    for _, name in ipairs(redis.call('SMEMBERS', KEYS[1])) do
+      if not live[name] then gone[#gone + 1] = name end
+    end
+  end
+  return gone
 end
 
 -- At each place the node whose run goes on the longest: the fewest runs; of equal ones the first that has its end in
@@ -116,7 +122,7 @@ local spare, spare_depth = {}, 0
 if skip > 0 and num_nodes > 1 then spare, spare_depth = cover(skip) end
 
 local function known(i)
-  for _, list in ipairs({names, dead}) do
+  for _, list in ipairs({names, dead()}) do
     for _, name in ipairs(list) do
       if redis.call('HEXISTS', prefix .. 'block:' .. name, hash(i)) == 1 then return true end
     end
@@ -126,7 +132,9 @@ end
 local seen = depth
 if depth < total and known(depth) then seen = last(depth, total, known) + 1 end
 local stale = depth
-for _, name in ipairs(dead) do stale = math.max(stale, reach(name, depth, seen)) end
+if seen > depth then
+  for _, name in ipairs(dead()) do stale = math.max(stale, reach(name, depth, seen)) end
+end
 local kept = stale
 for w = num_nodes + 1, #names do kept = math.max(kept, reach(names[w], depth, seen)) end
 
@@ -188,7 +196,7 @@ end
 local diverged, empty = 0, 0
 if seen > 0 and seen < total then
   if traced(seen - 1, 'p') then diverged = 1 end
-  for _, list in ipairs({names, dead}) do
+  for _, list in ipairs({names, dead()}) do
     for _, name in ipairs(list) do
       local found = entry(name, seen - 1)
       if found and found[5] == 1 then diverged = 1 end

@@ -20,8 +20,8 @@ import secrets
 import socket
 import struct
 import time
-from collections.abc import Callable
-from typing import Any, Final, NoReturn, TypeVar, cast
+from collections.abc import Callable, Coroutine
+from typing import Any, Final, NamedTuple, NoReturn, TypeVar, cast
 
 import grpc
 from google.protobuf.message import DecodeError, Message
@@ -230,19 +230,29 @@ class _ServerLine(_Frames):
 # -- the caller's side ---------------------------------------------------------------------------------------------
 
 
+_Waiter = asyncio.Future[tuple[int, bytes]]
+
+
+class _Ask(NamedTuple):
+    call_id: int
+    method: int
+    body: bytes
+    timeout_s: float
+
+
 class _ClientLine(_Frames):
     def __init__(self) -> None:
         super().__init__(REPLY_BYTES_MAX)
-        self.waiting: dict[int, tuple[float, asyncio.Future[tuple[int, bytes]]]] = {}  # deadline, who waits
+        self.waiting: dict[int, tuple[float, _Waiter]] = {}  # deadline, who waits
         self.open = True
         self.heard_s = 0.0
         self._loop = asyncio.get_running_loop()
         self._watch: asyncio.TimerHandle | None = None
         self._watch_s = 0.0  # when it looks
 
-    def ask(self, call_id: int, method: int, body: bytes, timeout_s: float) -> asyncio.Future[tuple[int, bytes]]:
+    def ask(self, call_id: int, method: int, body: bytes, timeout_s: float) -> _Waiter:
         """The reply's status and body, or TimeoutError. Whoever stops waiting takes its call out of `waiting`."""
-        waiter: asyncio.Future[tuple[int, bytes]] = self._loop.create_future()
+        waiter: _Waiter = self._loop.create_future()
         deadline_s = time.monotonic() + timeout_s
         self.waiting[call_id] = deadline_s, waiter
         if self._watch is None or deadline_s < self._watch_s:
@@ -290,18 +300,29 @@ class LineClient:
         self._connecting = asyncio.Lock()
         self._ids = itertools.count()
 
-    async def call(self, name: str, request: Message, reply_type: type[R], timeout_s: float) -> R:
-        """Raises: grpc.aio.AioRpcError, with the status and words that the same call over gRPC would have."""
-        began_s = time.monotonic()
-        line, call_id = self._line, next(self._ids) & 0xFFFF_FFFF
+    def call(self, name: str, request: Message, reply_type: type[R], timeout_s: float) -> Coroutine[Any, Any, R]:
+        """To be awaited for the reply; where there is a connection the request is on its way before that.
+
+        Raises: grpc.aio.AioRpcError, with the status and words that the same call over gRPC would have.
+        """
+        ask = _Ask(next(self._ids) & 0xFFFF_FFFF, NUMBER[name], request.SerializeToString(), timeout_s)
+        line, began_s = self._line, time.monotonic()
+        if line is None or not line.open:
+            return self._reply(None, ask, None, reply_type, began_s)
+        return self._reply(line, ask, line.ask(*ask), reply_type, began_s)
+
+    async def _reply(
+        self, line: _ClientLine | None, ask: _Ask, waiter: _Waiter | None, reply_type: type[R], began_s: float
+    ) -> R:
         try:
-            if line is None or not line.open:
-                line = await self._connect(timeout_s)
-                timeout_s -= time.monotonic() - began_s
+            if line is None or waiter is None:
+                line = await self._connect(ask.timeout_s)
+                left_s = ask.timeout_s - (time.monotonic() - began_s)
+                waiter = line.ask(ask.call_id, ask.method, ask.body, left_s)
             try:
-                status, body = await line.ask(call_id, NUMBER[name], request.SerializeToString(), timeout_s)
+                status, body = await waiter
             finally:
-                line.waiting.pop(call_id, None)
+                line.waiting.pop(ask.call_id, None)
         except TimeoutError:
             self._doubt(began_s)
             raise _error(grpc.StatusCode.DEADLINE_EXCEEDED, "the call's deadline passed") from None

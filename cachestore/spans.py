@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 
@@ -43,3 +43,40 @@ def unpack(packed: bytes) -> list[Record]:
     if records and records[-1][2] != 1:
         raise ValueError("the last entry's records do not end")
     return records
+
+
+class Columns(NamedTuple):
+    """The same, field by field."""
+
+    pools: Sequence[int]
+    tiers: Sequence[int]
+    lasts: Sequence[int]
+    offsets: list[int]
+    lengths: list[int]
+    sums: list[int]
+
+    def records(self) -> list[Record]:
+        return list(zip(*self, strict=True))
+
+
+def columns(packed: bytes) -> Columns:
+    """The records' fields, without an object for each record. Raises: ValueError as `unpack`."""
+    if len(packed) % _RECORD.size:
+        raise ValueError(f"{len(packed)} bytes are no whole number of records")
+    words = memoryview(packed).cast("Q").tolist()  # of little-endian machines, as all of ours are
+    heads, count = words[0::4], len(packed) // _RECORD.size
+    if count and heads.count(heads[0]) == count:  # as most often: one pool, one tier, each in one piece
+        pool, tier, last = _head(heads[0])
+        pools, tiers, lasts = [pool] * count, [tier] * count, [last] * count
+    else:
+        pools, tiers, lasts = (
+            (list(column) for column in zip(*map(_head, heads), strict=True)) if count else ([],) * 3
+        )
+    if lasts and lasts[-1] != 1:
+        raise ValueError("the last entry's records do not end")
+    return Columns(pools, tiers, lasts, words[1::4], words[2::4], words[3::4])
+
+
+def _head(word: int) -> tuple[int, int, int]:
+    """Pool, tier, last."""
+    return word & 0xFFFF_FFFF, word >> 32 & 0xFFFF, word >> 48

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Coroutine, Sequence
+from functools import partial
 from itertools import chain
 from typing import Any, TypeVar
 
@@ -52,6 +53,7 @@ class CacheNodeEdge(cache_pb2_grpc.CacheNodeServicer):
         self._core, self._intake, self._identity, self._metrics = core, intake, identity, metrics
         self._on_bug, self._disk, self._replication = on_bug, disk, replication
         self._chains = Chains(core, ARENA_POOL)
+        self._owed: list[Callable[[], None]] = []  # what answered calls have left to do
         metrics.watch(core.stats)
 
     async def Publish(self, request: cache_pb2.PublishRequest, context: Any) -> cache_pb2.PublishReply:
@@ -127,7 +129,7 @@ class CacheNodeEdge(cache_pb2_grpc.CacheNodeServicer):
     def _lease_from_memory(self, request: cache_pb2.LeaseRequest) -> cache_pb2.LeaseReply | None:
         """None where something is on disk only."""
         if request.ended:
-            asyncio.get_running_loop().call_soon(self._after, self._end, request)
+            self._after(partial(self._end, request))
         if request.node_epoch != self._identity.epoch:
             raise StaleEpoch(f"this node's epoch is {self._identity.epoch}, not {request.node_epoch}")
         if not 0 < request.ttl_ms <= LEASE_TTL_MS_MAX:
@@ -154,7 +156,7 @@ class CacheNodeEdge(cache_pb2_grpc.CacheNodeServicer):
             raise Overloaded("too many leases are in force")
         if isinstance(lease, Key):
             raise NotHere(f"a {lease.kind} is not here")
-        asyncio.get_running_loop().call_soon(self._after, self._used, request, ends, now_ms)
+        self._after(partial(self._used, request, ends, now_ms))
         spans = b"".join([each.spans for each in found])
         if from_disk:
             spans = mark_disk(spans, from_disk)
@@ -163,10 +165,17 @@ class CacheNodeEdge(cache_pb2_grpc.CacheNodeServicer):
             lease_id=lease.id, fence=lease.fence, ttl_ms=lease.ttl_ms, spans=spans, draft_spans=drafts
         )
 
-    def _after(self, step: Callable[..., None], *given: Any) -> None:
+    def _after(self, step: Callable[[], None]) -> None:
         """Housekeeping that no reader waits for: what a call leaves to do once its answer is on its way."""
+        if not self._owed:
+            asyncio.get_running_loop().call_soon(self._pay)
+        self._owed.append(step)
+
+    def _pay(self) -> None:
+        owed, self._owed = self._owed, []
         try:
-            step(*given)
+            for step in owed:
+                step()
         except Exception as bug:
             self._on_bug(bug)
             raise

@@ -148,19 +148,28 @@ class ReadHandle:
     reuse the landing memory before `ended`.
     """
 
-    def __init__(self, peer: str, deadline_s: float) -> None:
+    def __init__(self, peer: str, deadline_s: float, at_once: bool = False) -> None:
         self._loop = asyncio.get_running_loop()
         self._peer = peer
         self.deadline_s = deadline_s
         self.aborted = False
-        self.at_once = False  # may be done before the call that starts it returns
+        self.at_once = at_once  # may be done before the call that starts it returns
         self.on_abort: Callable[[], None] | None = None  # set by a transport that can stop a read early
         self.note: str | None = None
         self.transport: TransportName | None = None  # that took it
         self.verified = 0  # so many of its reads, from the first on, have landed and agree; it may grow until `ended`
         self.ended: asyncio.Future[None] = self._loop.create_future()
         self._report: asyncio.Future[ReadReport] = self._loop.create_future()
-        self._timer = self._loop.call_later(max(0.0, deadline_s - time.monotonic()), self._expire)
+        self._timer: asyncio.TimerHandle | None = None
+        if not at_once:
+            self.begun()
+
+    def begun(self) -> None:
+        """The call that starts it returns: where it is not over, its deadline is watched from now on, and any thread
+        may settle it."""
+        self.at_once = False
+        if not self.ended.done():
+            self._timer = self._loop.call_later(max(0.0, self.deadline_s - time.monotonic()), self._expire)
 
     @property
     def settled(self) -> asyncio.Future[ReadReport]:
@@ -204,7 +213,8 @@ class ReadHandle:
     def _settle(self, report: ReadReport | None, error: ServeError | None, ended: bool) -> None:
         if ended and not self.ended.done():
             self.ended.set_result(None)
-            self._timer.cancel()
+            if self._timer is not None:
+                self._timer.cancel()
         if self._report.done():
             return
         if report is not None:

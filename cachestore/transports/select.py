@@ -105,7 +105,7 @@ class TransportSet:
             raise InvariantError("read before start")
         batch = reads if isinstance(reads, Batch) else Batch.of(reads)
         plan.check(batch, self._pools)
-        handle = ReadHandle(peer.instance_id, deadline_s)
+        handle = ReadHandle(peer.instance_id, deadline_s, at_once)
         newest = self._newest.get(peer.instance_id, 0)
         if peer.epoch < newest:
             handle.fail(StaleEpoch(f"{peer.instance_id} restarted: epoch {newest} is known, not {peer.epoch}"))
@@ -116,9 +116,9 @@ class TransportSet:
             if run.remote_offset + run.length > ranges.get(run.remote_pool, 0):
                 handle.fail(TransferError(f"{peer.instance_id} has no such range in pool {run.remote_pool}"))
                 return handle
-        handle.at_once = at_once
         self._first.submit(handle, peer, batch, self._note)
-        handle.at_once = False  # from now on other threads settle it
+        if at_once:
+            handle.begun()
         return handle
 
     def _ranges(self, peer: Peer) -> dict[int, int]:

@@ -51,6 +51,7 @@ class TcpTransport:
         peer.tcp_address = f"{self._advertise or self._host}:{self._server.port}"
 
     def submit(self, handle: ReadHandle, peer: Peer, batch: Batch, note: str | None = None) -> None:
+        handle.at_once = False  # a thread settles it
         handle.note, handle.transport = note, self.name
         if not self._waiting.acquire(blocking=False):
             handle.fail(TransferError(f"more than {WAITING_MAX} reads are waiting for a TCP connection"))
