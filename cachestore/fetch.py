@@ -36,6 +36,8 @@ logger = logging.getLogger(__name__)
 LEASE_TTL_MS = 6_000  # renewed at a third for as long as a read goes on
 LEASE_MARGIN_MS = 500  # beyond the fetch's own deadline
 ABORT_WAIT_S = 0.05
+DRAFT_STILL_S = 0.1  # a hit that is there waits so long for a next span of drafter rows
+DRAFT_WAIT_S = 0.4  # and for all of them
 ATTEMPT_S_MIN = 0.02  # with less time left an alternative is not begun
 
 
@@ -284,10 +286,10 @@ class Fetch:
                 read = self._transports.read(_peer(part.member.peer), batch, until_s, at_once=len(plans) == 1)
                 part.handle = self._to.landing.add(read)
                 handles.append(part.handle)
-            if not handles[0].settled.done():
+            if not all(handle.settled.done() for handle in handles):
                 period_s = min(part.lease.ttl_ms for part in parts if part.lease is not None) / 3000
                 renewing = Repeated(period_s, lambda: self._renew_all(parts, period_s))
-            if len(handles) == 1:  # without the set's share of a short read's time
+            if len(handles) == 1 and not parts[0].drafts:  # without the set's share of a short read's time
                 with contextlib.suppress(ServeError):
                     return [await handles[0].settled]
             else:
@@ -313,12 +315,27 @@ class Fetch:
         return [handle.settled.result() for handle in handles if _failed(handle) is None]
 
     async def _settled(self, parts: Sequence[Part], handles: Sequence[ReadHandle]) -> None:
-        """Until every read is over, or one has failed that costs more than drafter rows."""
-        waiting = {handle.settled for handle in handles}
+        """Until every read is over, or one has failed that costs more than drafter rows. Where nothing but such rows
+        is missing they are given up once they stand still, or take long."""
+        waiting = {handle.settled for handle in handles if not handle.settled.done()}
+        looks_s = DRAFT_STILL_S / 2 if any(part.drafts for part in parts) else None
+        moved = (0, 0.0)  # spans that had landed when one last did, and when that was
+        landed_s = 0.0
         while waiting:
-            _, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_EXCEPTION)
+            _, waiting = await asyncio.wait(waiting, timeout=looks_s, return_when=asyncio.FIRST_EXCEPTION)
             if any(_failed(handle) and not part.whole for part, handle in zip(parts, handles, strict=True)):
                 return
+            if looks_s is None or not all(part.landed for part in parts):
+                continue
+            now_s, count = time.monotonic(), sum(handle.verified for handle in handles)
+            landed_s = landed_s or now_s
+            if count != moved[0]:
+                moved = count, now_s
+            if now_s - moved[1] >= DRAFT_STILL_S or now_s - landed_s >= DRAFT_WAIT_S:
+                looks_s = None
+                for handle in handles:
+                    if not handle.settled.done():
+                        handle.abort()
 
     async def _renew_all(self, parts: Sequence[Part], timeout_s: float) -> None:
         await asyncio.gather(*(self._renew(part, timeout_s) for part in parts))

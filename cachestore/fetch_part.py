@@ -57,9 +57,14 @@ class Part:
         return (self.member.instance_id, self.member.epoch)
 
     @property
+    def landed(self) -> bool:
+        """Every entry has landed and agrees; drafter rows may still come."""
+        return self.handle is not None and self.handle.verified >= len(self.ends)
+
+    @property
     def whole(self) -> bool:
         """The read has ended, and every entry has landed and agrees, whatever became of the drafter rows after it."""
-        return self.handle is not None and self.handle.ended.done() and self.handle.verified >= len(self.ends)
+        return self.landed and self.handle is not None and self.handle.ended.done()
 
     @property
     def whole_entries(self) -> int:

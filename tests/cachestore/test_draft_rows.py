@@ -31,7 +31,7 @@ from cachestore.entries import BLOCK, Key
 from cachestore.node.allocator import PAGE_BYTES, PageAllocator
 from cachestore.node.leases import Lease
 from cachestore.node.states import State
-from cachestore.transports import Landing
+from cachestore.transports import Batch, Landing
 from cachestore.transports.memory import MemoryTransport
 from cachestore.transports.plan import Verifier
 from moonrelay.errors import TransferError
@@ -153,6 +153,33 @@ def test_a_read_that_breaks_after_the_hit_has_landed_is_a_hit(
         monkeypatch.setattr(Verifier, "landed", breaks)
         report = await fetch(world, mine, "one")
         assert first_block(report) == BLOCKS - 1 and report.draft_refused == BLOCKS - 1
+
+    run(valkey.url, check)
+
+
+@pytest.mark.parametrize("come", [0, 1, 3])
+def test_a_hit_waits_a_moment_for_rows_whose_source_stands_still(
+    valkey: LocalValkey, monkeypatch: pytest.MonkeyPatch, come: int
+) -> None:
+    async def check(world: LocalWorld, mine: Prompt) -> None:
+        await publish(world, mine, "one")
+        count = BLOCKS + 2 + come  # the blocks, the snapshot's two parts, and so many blocks' rows
+
+        def stalls(self: MemoryTransport, handle, peer, batch, note=None) -> None:
+            handle.transport, handle.on_abort = self.name, handle.end
+            part = Batch()
+            part.lengths, part.sums, left = batch.lengths[:count], batch.sums[:count], sum(batch.lengths[:count])
+            for run in batch.runs:
+                part.runs.append(run._replace(length=min(run.length, left)))
+                left -= part.runs[-1].length
+            self.copy(self._fabric.find(peer), part, handle)
+
+        monkeypatch.setattr(MemoryTransport, "submit", stalls)
+        landing, match, began = Landing(), await world.worker.match(mine), time.monotonic()
+        report = await world.worker.fetch(mine, match, landing, soon(20), drafter="one")
+        assert time.monotonic() - began < 5
+        assert first_block(report) == BLOCKS - come and report.draft_refused == BLOCKS - come
+        assert len(report.draft_xxh3) == come and not landing.pending
 
     run(valkey.url, check)
 

@@ -10,6 +10,7 @@ import struct
 from collections.abc import AsyncIterator
 
 import pytest
+from test_node import until
 from tests_cachestore import soon
 
 from cachestore.arena import Arena
@@ -134,6 +135,24 @@ def test_a_wrong_server_is_an_error_and_never_bytes() -> None:
             peer.tcp_address = "127.0.0.1:1"  # nobody there
             with pytest.raises(TransferError):
                 await transports.read(peer, [Read(span, (Slice(POOL, 500, 10),))], soon())
+
+    asyncio.run(run())
+
+
+def test_what_has_come_counts_while_the_rest_does_not_come_and_an_abort_ends_it() -> None:
+    async def run() -> None:
+        async with serving() as (transports, arena):
+            peer = Peer(instance_id="other", epoch=5)
+            peer.pools.add(id=POOL, base=1, length=LENGTH)
+            reads = [Read(transports.span(POOL, at, 10), (Slice(POOL, 500 + 2 * at, 10),)) for at in (0, 50)]
+            with impostor(wire.REPLY.pack(wire.REPLY_MAGIC, 0, 0, 20) + bytes(arena.view[:12])) as peer.tcp_address:
+                handle = transports.read(peer, reads, soon())
+                async with asyncio.timeout(5):
+                    await until(lambda: handle.verified > 0)
+                    assert not handle.settled.done()
+                    handle.abort()
+                    await handle.ended
+                assert handle.verified == 1 and bytes(arena.view[500:510]) == bytes(arena.view[:10])
 
     asyncio.run(run())
 
