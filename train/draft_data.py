@@ -61,7 +61,8 @@ class GeneratorSettings:
     tokens_min: int = 128
     tokens_max: int = 320
     context_max: int = 1_024
-    greedy_share: float = 0.55
+    greedy_share: float = 0.7
+    past_end_share: float = 0.0  # of continuations that go on behind a document's end, where another one begins
     prompts_too: bool = False  # the laws that a prompt's own tokens might have been drawn from are kept as well
     seed: int = 0
 
@@ -69,8 +70,8 @@ class GeneratorSettings:
 class _Running:
     """A sequence being decoded, and what its steps gave."""
 
-    def __init__(self, prompt: Prompt, slot: int, greedy: bool, tokens: int) -> None:
-        self.prompt, self.slot, self.greedy, self.tokens = prompt, slot, greedy, tokens
+    def __init__(self, prompt: Prompt, slot: int, greedy: bool, tokens: int, stop: int | None) -> None:
+        self.prompt, self.slot, self.greedy, self.tokens, self.stop = prompt, slot, greedy, tokens, stop
         self.ids = list(prompt.ids)
         self.consumed = 0
         self.taps: list[NDArray[np.float16]] = []
@@ -89,8 +90,8 @@ class _Running:
     def _generated(self) -> int:
         return len(self.ids) - len(self.prompt.ids)
 
-    def ended(self, stop: int) -> bool:
-        return self._generated() >= self.tokens or self.ids[-1] == stop or self._run >= LOOP_TOKENS
+    def ended(self) -> bool:
+        return self._generated() >= self.tokens or self.ids[-1] == self.stop or self._run >= LOOP_TOKENS
 
     def samples(self) -> Iterator[Sample]:
         """One; or two, where laws of the prompt are kept and the rest is no text that was drawn from its law."""
@@ -140,14 +141,16 @@ class Generator:
         tokens = self._rng.randint(s.tokens_min, s.tokens_max)
         prompt = next((p for p in self._prompts if len(p.ids) + tokens <= s.context_max), None)
         if prompt is not None:
-            self._running.append(_Running(prompt, slot, self._rng.random() < s.greedy_share, tokens))
+            greedy = self._rng.random() < s.greedy_share
+            stop = None if self._rng.random() < s.past_end_share else self._stop
+            self._running.append(_Running(prompt, slot, greedy, tokens, stop))
 
     def __iter__(self) -> Iterator[Sample]:
         """Ends where the prompts do."""
         while self._running:
             self._step()
-            ended = [running for running in self._running if running.ended(self._stop)]
-            self._running = [running for running in self._running if not running.ended(self._stop)]
+            ended = [running for running in self._running if running.ended()]
+            self._running = [running for running in self._running if not running.ended()]
             for running in ended:
                 self._begin(running.slot)
                 yield from running.samples()

@@ -63,7 +63,7 @@ class DraftSettings:
     mask_id: int
     sizes: DrafterSizes = field(default_factory=DrafterSizes)
     generator: GeneratorSettings = field(
-        default_factory=lambda: GeneratorSettings(target_layers=(2, 5, 8), prompts_too=True)
+        default_factory=lambda: GeneratorSettings(target_layers=(2, 5, 8), prompts_too=True, past_end_share=0.5)
     )
     trainer: TrainerSettings = field(default_factory=TrainerSettings)
     batch_samples: int = 96

@@ -119,6 +119,17 @@ def test_a_sample_holds_what_stepping_gives(samples: list[Sample], tmp_path: Pat
             assert ids[s.prompt :] == logs.argmax(-1).tolist()
 
 
+def test_some_text_goes_on_behind_an_end(tmp_path: Path, keep_threads: None) -> None:
+    own = settings(tmp_path)
+    written = [s.ids[s.prompt :].tolist() for s in GeneratorRole(own, RandomPrompts(), 1).produce(12)[1]]
+    ids = list(itertools.chain.from_iterable(written))
+    own = replace(own, stop=max(ids, key=ids.count))
+    for share in (0.0, 1.0):
+        going_on = replace(own, generator=replace(own.generator, past_end_share=share))
+        made = GeneratorRole(going_on, RandomPrompts(), 1).produce(12)[1]
+        assert any(own.stop in s.ids[s.prompt : -1] for s in made) == (share == 1.0)
+
+
 def test_matches_are_counted_as_a_look_into_the_text_finds_them(samples: list[Sample]) -> None:
     assert draft_data.matches([1, 2, 3, 1, 2, 3, 9, 9]).tolist() == [0, 0, 0, 1, 2, 3, 0, 1]
     for s in samples:
