@@ -47,7 +47,7 @@ class UpSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     host: str = "127.0.0.1"
     port: int = 8000  # router i: HTTP on port + 2i, gRPC on port + 2i + 1; 0: free ports
     draft: bool = True  # with the model's own drafter, where it has one
-    threads: int = 1  # per worker: on a small machine one each is faster than two fighting
+    threads: int = 0  # per worker; 0: two, where there are two cores: prefill and decode seldom want them at once
     disk_dir: str | None = None  # each cache node keeps files in a folder of its own below; None: none does
     disk_bytes: int = 0  # how much each node's files may take
     redis_url: str | None = None  # None: a Valkey child
@@ -61,7 +61,7 @@ class UpSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             if not low <= getattr(self, name) <= MAX_REPLICAS:
                 found = getattr(self, name)
                 raise SettingsError(f"--{name}: expected {low} to {MAX_REPLICAS} processes, found {found}")
-        settings_module.check_range(self, {"threads": (1, 1_024), "ready_timeout_s": (1, 86_400)})
+        settings_module.check_range(self, {"threads": (0, 1_024), "ready_timeout_s": (1, 86_400)})
         if (self.disk_dir is None) != (self.disk_bytes == 0) or self.disk_bytes < 0:
             found = f"{self.disk_dir} and {self.disk_bytes}"
             raise SettingsError(f"disk_dir, disk_bytes: expected a directory and a size, or neither, found {found}")

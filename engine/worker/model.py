@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -11,11 +10,10 @@ from typing import Final
 
 import torch
 
-from engine.pools import Pools
-from engine.settings import TILE_TOKENS, EngineSettings
+from engine.worker.cores import usable_cores
 from engine.worker.settings import WorkerSettings
 from model.backend import load_backend, load_draft_model
-from model.batch import Backend, PoolLayout, Segment
+from model.batch import Backend, PoolLayout
 from model.checkpoint import weights_revision
 from model.drafting import DraftModel
 from model.errors import BackendUnavailable
@@ -26,9 +24,9 @@ from moonrelay.prefix import Fingerprint
 
 LAYOUT_VERSION: Final = "1"  # the stored order of blocks and snapshots, model/batch.py
 ROW_DTYPE: Final = "float32"
-TRIAL_ROUNDS: Final = 3
-TRIAL_DECODE_STEPS: Final = 8
-TRIAL_MAX_S: Final = 2.0  # per number of threads
+# Small passes stay on one of them (model/native/pool.h); prompts, and the verification of drafts, take two. More
+# would be for a machine that a worker has to itself, which nobody can see from inside it.
+AUTO_THREADS: Final = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +60,8 @@ def load_model(settings: WorkerSettings, say: Callable[[str], None]) -> LoadedMo
     model_dir, began = Path(settings.model_dir), time.monotonic()
     name = served_name(model_dir, settings.model_name)
     say(f"loading {name} from {model_dir}")
-    backend, threads = _load_fastest(settings, model_dir, say)
+    threads = settings.threads or min(AUTO_THREADS, usable_cores())
+    backend = load_backend(model_dir, kind=settings.backend, threads=threads, numerics=settings.numerics)
     if backend.name == "native":
         # Torch only copies states here. On threads of its own it would wake one that then spins for milliseconds,
         # on the core that the native backend's next pass needs.
@@ -109,44 +108,3 @@ def _load_drafter(
     drafter = load_draft_model(folder, backend, kind=settings.backend, threads=threads, target_revision=revision)
     say(f"drafter {drafter.drafter_id} from {folder}: up to {drafter.block_len} tokens at once")
     return drafter
-
-
-def _load_fastest(settings: WorkerSettings, model_dir: Path, say: Callable[[str], None]) -> tuple[Backend, int]:
-    """The asked number of threads, or whichever of one and two a small trial finds faster."""
-
-    def load(threads: int) -> Backend:
-        return load_backend(model_dir, kind=settings.backend, threads=threads, numerics=settings.numerics)
-
-    if settings.threads or len(os.sched_getaffinity(0)) < 2:
-        threads = settings.threads or 1
-        return load(threads), threads
-    seconds = {}
-    for threads in (2, 1):  # one last: it is kept without loading again where it wins, which is usual here
-        backend = load(threads)
-        seconds[threads] = trial_seconds(backend, settings.engine())
-    say(f"one thread {seconds[1] * 1e3:.1f} ms, two {seconds[2] * 1e3:.1f} ms for the same work")
-    return (backend, 1) if seconds[1] <= seconds[2] else (load(2), 2)
-
-
-def trial_seconds(backend: Backend, settings: EngineSettings) -> float:
-    """The best of a few rounds of single tokens and one prompt chunk; infinity where not one round ended in time.
-
-    The clock is looked at after every pass: two threads on a busy machine spend whole seconds waiting for each other.
-    """
-    few = EngineSettings(block_tokens=settings.block_tokens, num_blocks=4, num_slots=1)
-    pools, best = Pools(backend.layout(settings.block_tokens), few), float("inf")
-    steps = [([1], at) for at in range(TRIAL_DECODE_STEPS)] + [(list(range(1, 1 + TILE_TOKENS)), 0)]
-    give_up_s = time.perf_counter() + TRIAL_MAX_S
-    for _ in range(1 + TRIAL_ROUNDS):  # the first warms up
-        began = time.perf_counter()
-        for ids, start in steps:
-            _consume(backend, pools, ids, start)
-            if time.perf_counter() > give_up_s:
-                return best
-        best = min(best, time.perf_counter() - began)
-    return best
-
-
-def _consume(backend: Backend, pools: Pools, ids: list[int], start: int) -> torch.Tensor:
-    segment = Segment(ids=ids, start=start, slot=0, blocks=(0, 1, 2, 3))
-    return backend.forward([segment], pools.rows, pools.state)

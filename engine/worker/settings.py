@@ -43,7 +43,7 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     # auto: the checkpoint's own, in its folder `drafter`, where there is one; off; or a drafter's directory. Prefill
     # and decode must have the same: prefill writes the drafter's rows, decode drafts from them.
     drafter: str = "auto"
-    threads: int = 0  # 0: try one and two at start, keep the faster
+    threads: int = 0  # 0: two, where there are two cores
 
     block_tokens: int = 64
     num_blocks: int = 4096
