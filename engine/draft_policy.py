@@ -14,6 +14,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
+from operator import mul
 from typing import Literal
 
 from engine.draft_cost import Costs
@@ -30,7 +32,7 @@ PROBE_SHARE = 0.01  # of the time, spent on drafts that do not pay
 PROBE_LEN = 3
 CREDIT_MAX_S = 1.0
 LOOK_AGAIN = 64  # steps after which a choice not to draft is thought over; and between plain steps where it pays
-FEATURES_MIN = 1e-6
+FEATURES_MIN, FEATURES_MAX = 1e-6, 1.0 - 1e-6
 # The best that a token read from the text can be hoped to be, of a request that takes the likeliest and of one that
 # draws: where not even such a draft pays, nobody reads.
 READ_BEST, READ_BEST_DRAWN = 0.97, 0.8
@@ -58,27 +60,27 @@ class Acceptance:
     ideas: float = 1.0
     seen: int = 0
 
-    def observe(self, confidence: Sequence[float], outcomes: Sequence[bool], *, few: int, rate: float) -> None:
-        """Learn from the slots of a draft that were decided, all kept but perhaps the last."""
+    def observe(
+        self, confidence: Sequence[float], outcomes: Sequence[bool], *, few: int, rate: float, slots: bool = True
+    ) -> None:
+        """Learn from the slots of a draft that were decided, all kept but perhaps the last. `slots`: what is kept of
+        each slot, too, which drafts that are read have no use for."""
         self.seen += 1
-        speed = max(1.0 / (self.seen + few), rate)
-        for slot, (claimed, kept) in enumerate(zip(confidence, outcomes, strict=True)):
-            self.kept[slot] += speed * (kept - self.kept[slot])
-            miss = kept - self.calibrated(claimed)
-            self.bias = min(max(self.bias + BIAS_RATE * miss, -BIAS_MAX), BIAS_MAX)
+        expected = sum(self.calibrated(confidence))
+        self.bias = min(max(self.bias + BIAS_RATE * (sum(outcomes) - expected), -BIAS_MAX), BIAS_MAX)
+        if slots:
+            speed = max(1.0 / (self.seen + few), rate)
+            for slot, kept in enumerate(outcomes):
+                self.kept[slot] += speed * (kept - self.kept[slot])
 
-    def calibrated(self, confidence: float) -> float:
-        """The chance that a token of this confidence is kept."""
-        claimed = min(max(confidence, FEATURES_MIN), 1.0 - FEATURES_MIN)
-        return 1.0 / (1.0 + (1.0 - claimed) / claimed * math.exp(-self.bias))
+    def calibrated(self, confidence: Sequence[float]) -> list[float]:
+        """For each token, the chance that it is kept where those before it are."""
+        factor = math.exp(-self.bias)
+        return [1.0 / (1.0 + (1.0 / min(max(c, FEATURES_MIN), FEATURES_MAX) - 1.0) * factor) for c in confidence]
 
     def chances(self, confidence: Sequence[float]) -> list[float]:
         """For each token of a draft, the chance that it and all before it are kept, by the confidence in each."""
-        chance, chances = 1.0, []
-        for claimed in confidence:
-            chance *= self.calibrated(claimed)
-            chances.append(chance)
-        return chances
+        return list(accumulate(self.calibrated(confidence), mul))
 
     def survival(self, length: int) -> list[float]:
         """For each slot, the chance that its token and all before it are kept, what is unknown taken hopefully."""
@@ -100,12 +102,8 @@ class Plan:
 
     def verified(self, acceptance: Acceptance, confidence: Sequence[float]) -> int:
         """How many tokens of a draft to verify, given the drafter's confidence in each."""
-        chance = 1.0
-        for count, claimed in enumerate(confidence):
-            chance *= acceptance.calibrated(claimed)
-            if chance < self.price:
-                return count
-        return len(confidence)
+        chances = acceptance.chances(confidence)  # none looks at a later token
+        return next((count for count, chance in enumerate(chances) if chance < self.price), len(chances))
 
 
 def _likelier(token: tuple[float, int]) -> float:
@@ -238,8 +236,8 @@ class DraftPolicy:
         read: bool = False,
     ) -> None:
         """What became of a sequence's draft: see `Acceptance.observe`."""
-        own.observe(confidence, outcomes, few=OWN_FEW, rate=OWN_RATE)
-        self._prior(draws, read).observe(confidence, outcomes, few=ALL_FEW, rate=ALL_RATE)
+        own.observe(confidence, outcomes, few=OWN_FEW, rate=OWN_RATE, slots=not read)
+        self._prior(draws, read).observe(confidence, outcomes, few=ALL_FEW, rate=ALL_RATE, slots=not read)
         if not read:
             self._still = LOOK_AGAIN
 
@@ -247,7 +245,7 @@ class DraftPolicy:
         """A draft was not verified beyond `verified` tokens: the next would not have been kept more often than the
         drafter says, or drafts would be made for ever that nobody tries."""
         if verified < len(confidence):
-            chance = own.calibrated(confidence[verified])
+            chance = own.calibrated(confidence[verified : verified + 1])[0]
             own.kept[verified] += OWN_RATE * (chance - own.kept[verified])
             own.seen += not verified
             prior = self._prior(draws)
@@ -287,15 +285,17 @@ class DraftPolicy:
             for index, (acceptance, cap) in enumerate(zip(known, caps, strict=True))
             for chance in acceptance.survival(cap)
         ]
-        chances.sort(key=lambda pair: -pair[0])  # stable: a sequence's slots stay in order
+        chances.sort(key=_likelier)  # stable: a sequence's slots stay in order
         lengths, kept = [0] * count, float(count)
         best_rate, best = GAIN_MIN * count / plain, 0
-        requests = 0
+        requests, steps, drafts = 0, self.steps.curve(count, len(chances)), self.drafts.curve(1, len(chances))
         for tokens, (chance, index) in enumerate(chances, 1):
-            requests += not lengths[index]
+            if not lengths[index]:
+                requests += 1
+                drafts = self.drafts.curve(requests, len(chances))
             lengths[index] += 1
             kept += chance
-            rate = kept / self._seconds(count, tokens, requests, plain)
+            rate = kept / (steps[tokens] + (drafts[tokens] if drafts else 0.0))
             if rate > best_rate:
                 best_rate, best = rate, tokens
         if not best:
@@ -303,7 +303,7 @@ class DraftPolicy:
         lengths = [0] * count
         for _, index in chances[:best]:
             lengths[index] += 1
-        more = (self.steps.estimate(count, count + best) or plain) - plain
+        more = steps[best] - steps[0]
         price = min(max(best_rate * more / best, PRICE_MIN), PRICE_MAX)
         # One slot further than it pays on average: where confidence is high it will.
         return Plan(lengths=[min(n + 1, cap) if n else 0 for n, cap in zip(lengths, caps, strict=True)], price=price)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
 from engine.draft_policy import Draws
@@ -62,7 +64,7 @@ def what_is_wrong(proposal: Proposal, length: int, *, vocab_size: int, draws: Dr
         return None
     if min(tokens) < 0 or max(tokens) >= vocab_size:
         return "vocabulary"
-    if not np.isfinite(proposal.confidence).all():
+    if not all(map(math.isfinite, proposal.confidence)):
         return "non_finite"
     if laws is None or draws != "sampled":
         return None

@@ -137,14 +137,16 @@ class Speculator:
         self.write_rows()  # first: where it fails the requests must know from where on rows are valid
         if not self.on:
             return []
+        started = time.perf_counter()
         requests = [request_for(sequence, length) for sequence, length in asked]
-        proposals, seconds = self._asked(asked, requests)
+        proposals = self._asked(asked, requests)
         if not self.on:
             return []
-        self.policy.drafted(
-            requests=len(asked), slots=sum(length for _, length in asked) + len(asked), seconds=seconds
-        )
-        return [] if proposals is None else [*offers, *self._chosen(asked, proposals, plan)]
+        if proposals is not None:
+            offers += self._chosen(asked, proposals, plan)
+        slots = sum(length for _, length in asked) + len(asked)
+        self.policy.drafted(requests=len(asked), slots=slots, seconds=time.perf_counter() - started)
+        return offers
 
     def judged(self, step: Step, drawn: Sequence[Drawn], seconds: float) -> DraftWork:
         """What became of the drafts of the step, which took `seconds` so far. Before `complete`."""
@@ -240,8 +242,8 @@ class Speculator:
 
     def _asked(
         self, asked: Sequence[tuple[LiveSequence, int]], requests: Sequence[DraftRequest]
-    ) -> tuple[list[Proposal] | None, float]:
-        """What the drafter says to each, or None where it failed; and the seconds that it took."""
+    ) -> list[Proposal] | None:
+        """What the drafter says to each, or None where it failed."""
         started = time.perf_counter()
         proposals = self._attempt(lambda: self._drafts(requests))
         seconds = time.perf_counter() - started
@@ -250,11 +252,11 @@ class Speculator:
             drafting_of(sequence).draft_s += seconds / len(asked)
         if isinstance(proposals, Exception):
             self._fault("raised", proposals, count=len(asked))
-            return None, seconds
+            return None
         if not isinstance(proposals, list) or len(proposals) != len(asked):
             self._fault("length", InvariantError(f"{len(asked)} drafts asked for, not as many given"), len(asked))
-            return None, seconds
-        return proposals, seconds
+            return None
+        return proposals
 
     def _work(self, num_drafted: int, num_accepted: int) -> DraftWork:
         draft_s, rows_s, ignored = self._draft_s, self.rows.seconds, self._ignored

@@ -200,3 +200,40 @@ def test_a_curve_of_costs_never_falls_and_is_drawn_anew():
     for _ in range(LOOKS):
         curve = list(costs.curve(1, 7))
     assert curve[0] > 2e-3
+
+
+def test_one_slow_step_of_a_size_rules_it_out_no_longer_than_it_takes_to_try_it_again():
+    """The first steps of a size are often cold: here a long draft's first takes four times as long as all later ones."""
+    costs = Costs()
+    for _ in range(40):
+        costs.observe(1, 1, 0.4e-3)
+        costs.observe(1, 6, 1.0e-3)
+    costs.observe(1, 16, 8e-3)
+    slow = costs.estimate(1, 16)
+    assert slow is not None and 16 / slow > 6 / 1.0e-3  # still worth another try, where all of it is kept
+    for _ in range(4):
+        costs.observe(1, 16, 2e-3)
+    known = costs.estimate(1, 16)
+    assert known is not None and known == pytest.approx(2e-3, rel=0.25)
+
+
+def test_what_was_seen_long_ago_counts_less():
+    costs = Costs()
+    for _ in range(40):
+        costs.observe(1, 1, 0.4e-3)
+    for _ in range(3):
+        costs.observe(1, 5, 4e-3)
+    soon = costs.estimate(1, 5)
+    for _ in range(1000):
+        costs.observe(1, 1, 0.4e-3)
+    later = costs.estimate(1, 5)
+    assert soon is not None and later is not None and later < 0.75 * soon
+
+
+def test_a_size_that_was_never_seen_lies_between_its_neighbours():
+    costs = Costs()
+    for _ in range(40):
+        for tokens, seconds in ((1, 0.4e-3), (4, 0.7e-3), (8, 1.5e-3)):
+            costs.observe(1, tokens, seconds)
+    between = costs.estimate(1, 6)
+    assert between is not None and 0.7e-3 < between < 1.5e-3
