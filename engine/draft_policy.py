@@ -41,6 +41,9 @@ READ_GAIN_MIN = 1.04  # what costs are believed to be is rough, and a plain step
 STRETCH_MAX = 2.0
 READ_MORE_MAX = 64  # tokens that one step verifies of drafts read from the text
 PLAIN_EVERY, PLAIN_KNOWN = 4, 32  # of plain steps seen so often only some are looked at: that costs, too
+# A plain step behind a verified one finds the caches cold and takes up to twice as long as the third in a row; so now
+# and then some are run in a row, or drafting would be measured against what nobody would have to pay.
+PLAIN_WARM, PLAIN_RUN, DRAFTED_RUN = 2, 6, 192
 PLAIN_MIN = 3  # plain steps to have seen of so many sequences: all that drafting promises is measured against them
 
 
@@ -130,8 +133,10 @@ class DraftPolicy:
     _still: int = 0  # steps since the last plan that was thought over
     _still_for: int = 0  # sequences of that plan, which chose not to draft; 0: it did draft
     _turn: int = 0  # whose turn it is to be probed
-    _drafting: int = 0  # steps with drafts since the last plain one
     _ran: int = 0  # plain steps
+    _plain: int = 0  # of them in a row
+    _drafted: int = 0  # steps with drafts since plain ones were last run for their own sake
+    _pause: int = 0  # plain steps still to run for their own sake
 
     def begin(self, *, draws: Draws, read: bool = False) -> Acceptance:
         """What is expected of a new sequence: what others that draw alike came to. `read`: of drafts that are read
@@ -158,11 +163,14 @@ class DraftPolicy:
         self._still, self._still_for = 0, 0 if plan is not None else len(known)
         if plan is None:
             return self._probe(known, caps)
-        self._drafting += 1
-        if self._drafting >= LOOK_AGAIN:  # what a plain step costs now must be known too
-            self._drafting = 0
-            return None
         return plan
+
+    def pauses(self) -> bool:
+        """Whether nothing is drafted for the next step, so that it is known what plain steps cost. Ask once a step."""
+        if not self.adaptive or not self._pause:
+            return False
+        self._pause -= 1
+        return True
 
     def rests(self, sequences: int) -> bool:
         """Whether drafting does not pay for so many and no probe is due: what most steps ask where it never pays."""
@@ -217,8 +225,16 @@ class DraftPolicy:
     def ran(self, *, sequences: int, tokens: int, seconds: float) -> None:
         """A step without prompts: `tokens` in all of `sequences`."""
         self._credit_s = min(self._credit_s + PROBE_SHARE * seconds, max(CREDIT_MAX_S, self._probe_s))
-        if tokens == sequences:
+        if tokens > sequences:
+            self._plain = 0
+            self._drafted += 1
+            if self._drafted >= DRAFTED_RUN:
+                self._drafted, self._pause = 0, PLAIN_RUN
+        else:
             self._ran += 1
+            self._plain += 1
+            if self._plain <= PLAIN_WARM:
+                return
             if self._ran % PLAIN_EVERY and self.steps.times(sequences, tokens) >= PLAIN_KNOWN:
                 return
         self.steps.observe(sequences, tokens, seconds)

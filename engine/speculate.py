@@ -121,7 +121,7 @@ class Speculator:
 
     def propose(self, sequences: Sequence[LiveSequence]) -> list[tuple[LiveSequence, Draft]]:
         """Drafts for sequences that decode on, as far as that pays: read from their texts, else the drafter's."""
-        if not self.length_max or not sequences or not self.on:
+        if not self.length_max or not sequences or not self.on or self.policy.pauses():
             return []
         offers = self._read(sequences) if self._reader is not None else []
         if self.policy.rests(len(sequences)):

@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 import random
+from itertools import groupby
 
 import pytest
 
 from engine.draft_cost import LOOKS, Costs, rising
-from engine.draft_policy import LOOK_AGAIN, PROBE_SHARE, STRETCH_MAX, DraftPolicy, Plan
+from engine.draft_policy import (
+    DRAFTED_RUN,
+    PLAIN_RUN,
+    PLAIN_WARM,
+    PROBE_SHARE,
+    STRETCH_MAX,
+    DraftPolicy,
+    Plan,
+)
 
 SLOTS = 7
 
@@ -29,7 +38,7 @@ class Machine:
 
     def step(self) -> None:
         count = len(self.known)
-        plan = self.policy.plan(self.known, [SLOTS] * count)
+        plan = None if self.policy.pauses() else self.policy.plan(self.known, [SLOTS] * count)
         lengths = [0] * count if plan is None else plan.lengths
         if any(lengths):
             asked = sum(length > 0 for length in lengths)
@@ -92,10 +101,20 @@ def test_what_begins_to_pay_is_found():
     assert machine.run(6000) > 1.8 * machine.plain
 
 
-def test_a_plain_step_is_run_now_and_then_so_that_its_cost_stays_known():
+def test_plain_steps_are_run_in_a_row_now_and_then_so_that_their_cost_stays_known():
     machine = Machine(sequences=1, kept=0.95, per_token=1e-5, draft_s=1e-5)
-    machine.run(10 * LOOK_AGAIN)
-    assert 0 in machine.lengths
+    machine.run(4 * DRAFTED_RUN)
+    runs = [len(list(steps)) for plain, steps in groupby(machine.lengths, key=lambda n: n == 0) if plain]
+    assert runs and set(runs) == {PLAIN_RUN} and PLAIN_RUN > PLAIN_WARM
+
+
+def test_a_plain_step_behind_a_verified_one_is_no_measure():
+    """It finds the caches cold: twice as long here."""
+    policy = policy_of({1: 1e-3, 4: 2e-3})
+    for _ in range(200):
+        policy.ran(sequences=1, tokens=4, seconds=2e-3)
+        policy.ran(sequences=1, tokens=1, seconds=2e-3)
+    assert policy.plain_s(1) == pytest.approx(1e-3, rel=0.05)
 
 
 @pytest.mark.parametrize("later", [0.0, 0.5, 1.0])
@@ -145,8 +164,8 @@ def test_costs_follow_a_busier_machine_for_sizes_that_are_not_run():
 
 def policy_of(seconds_by_tokens: dict[int, float], sequences: int = 1) -> DraftPolicy:
     policy = DraftPolicy(len_max=SLOTS)
-    for _ in range(50):
-        for tokens, seconds in seconds_by_tokens.items():
+    for tokens, seconds in seconds_by_tokens.items():
+        for _ in range(50):
             policy.ran(sequences=sequences, tokens=tokens, seconds=seconds)
     return policy
 
