@@ -61,7 +61,8 @@ async def stream(session: aiohttp.ClientSession, server: Server, prompt: Sequenc
             if "error" in event:
                 raise RuntimeError(f"{server.name}: {event['error']}")
             usage = event.get("usage") or usage
-            if event.get("choices"):
+            # The last event may only say why the stream ended, which comes once the turn is put away.
+            if any(choice.get("text") or not choice.get("finish_reason") for choice in event.get("choices", ())):
                 last = time.perf_counter()
                 first = first or last
     if first is None or last is None:
