@@ -265,6 +265,26 @@ void Gemm::split(const GemmJob& job, double share) {
     }
 }
 
+// One part a thread, each of them found by whoever runs it: there is no list that has to travel between cores.
+void Gemm::in_parts(const GemmJob* jobs, int num_jobs, double total, int parts) {
+    pool_->run(parts, [=](int part, int thread) {
+        const double begin = total * part / parts, end = total * (part + 1) / parts;
+        double before = 0;
+        for (int i = 0; i < num_jobs; ++i) {
+            const GemmJob& job = jobs[i];
+            const int panels = job.w->panels, whole = job.m == 1 ? 4 : 2;
+            const double cost = double(job.m) * job.w->k * kPanel;
+            const auto cut = [&](double where) {
+                const int p = int((where - before) / cost / whole + 0.5) * whole;
+                return where <= before ? 0 : where >= total ? panels : min_int(p, panels);
+            };
+            const Task task{&job, cut(begin), cut(end), 0, job.m};
+            if (task.panel1 > task.panel0) execute(task, thread);
+            before += cost * panels;
+        }
+    });
+}
+
 void Gemm::run(const GemmJob* jobs, int num_jobs) {
     constexpr double kSmallest = 32768;  // multiply-adds worth handing to another thread
     constexpr double kShare = 200e3;     // and those of a share that is worth its claim: 5 us
@@ -273,6 +293,8 @@ void Gemm::run(const GemmJob* jobs, int num_jobs) {
     for (int i = 0; i < num_jobs; ++i) total += double(jobs[i].m) * jobs[i].w->k * jobs[i].w->panels * kPanel;
     const int threads = pool_ ? pool_->threads() : 1;
     int shares = 1;
+    if (threads > 1 && total > 2 * kSmallest && total < kMostShares * kShare * threads)
+        return in_parts(jobs, num_jobs, total, threads);
     if (threads > 1 && total > 2 * kSmallest) {
         const int each = int(total / kShare) / threads;
         shares = threads * (each < 1 ? 1 : min_int(each, kMostShares));

@@ -47,6 +47,7 @@ private:
         int panel0, panel1, row0, row1;
     };
     void split(const GemmJob& job, double share);
+    void in_parts(const GemmJob* jobs, int num_jobs, double total, int parts);
     void execute(const Task& task, int thread);
 
     Pool* pool_ = nullptr;

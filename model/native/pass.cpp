@@ -217,7 +217,8 @@ std::vector<Batch> Model::apart(const Batch& batch, int threads) const {
 }
 
 void Model::forward(const Batch& batch) {
-    const double few = int(batch.segments.size()) <= kFewSequences ? kFewShare : 1.0;
+    const int sequences = int(batch.segments.size());
+    const double few = sequences > kFewSequences ? 1.0 : batch.rows > sequences ? kFewDrafted : kFewShare;
     pool.alone(double(batch.rows) * row_macs_ < few * share_macs);
     reserve(batch.rows);
     const int threads = pool.threads();
@@ -231,7 +232,9 @@ void Model::forward(const Batch& batch) {
                 layers_of(parts[size_t(part)], Crew{hand, hand.alone, nullptr, nullptr, 1});
             });
     }
-    crew.groups = threads * std::max(1, batch.rows / (threads * kMostRowsTogether));
+    // So few rows, or a few that do not come out even, are worked on together, product by product.
+    const bool few_rows = batch.rows < 2 * threads || (batch.rows < 3 * threads && batch.rows % threads);
+    if (!few_rows) crew.groups = threads * std::max(1, batch.rows / (threads * kMostRowsTogether));
     layers_of(batch, crew);
 }
 

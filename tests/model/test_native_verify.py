@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import shutil
+from functools import cache
 
 import pytest
 import torch
@@ -11,8 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from model.batch import Fold, Segment
+from model.checkpoint import load_weights
+from model.config import load_config
 from model.native.backend import BatchError, NativeBackend
-from tests.model.runs import Pools, backend
+from tests.golden import golden_dir
+from tests.model.runs import Pools
 
 pytestmark = pytest.mark.skipif(
     not any(map(shutil.which, ("g++", "clang++", "c++"))), reason="there is no C++ compiler"
@@ -21,17 +25,17 @@ MODELS = ("k3_tiny_mxfp4", "k3_tiny_smooth")
 BLOCK_TOKENS, RECORD_TOKENS = 64, 9
 
 
-def engine(name: str) -> NativeBackend:
-    found = backend(name, "native")
-    assert isinstance(found, NativeBackend)
-    return found
+@cache
+def engine(name: str, threads: int = 1) -> NativeBackend:
+    config = load_config(golden_dir(name))
+    return NativeBackend(config, load_weights(golden_dir(name), config), threads)
 
 
 class Run:
     """Some sequences, each with a stepped twin in other slots and blocks."""
 
-    def __init__(self, name: str, starts: list[int], rng: random.Random) -> None:
-        self.engine, self.starts = engine(name), list(starts)
+    def __init__(self, name: str, starts: list[int], rng: random.Random, threads: int = 1) -> None:
+        self.engine, self.starts = engine(name, threads), list(starts)
         vocab = self.engine.config.vocab_size
         layout = self.engine.layout(BLOCK_TOKENS)
         longest = max(starts) + 4 * RECORD_TOKENS
@@ -57,15 +61,16 @@ class Run:
         return self.forward([Segment(ids=[token], start=at, slot=twin, blocks=self.blocks[twin])])[0]
 
 
+@pytest.mark.parametrize("threads", [1, 2, 3])
 @pytest.mark.parametrize("name", MODELS)
 @given(
     seed=st.integers(0, 2**32 - 1), starts=st.lists(st.sampled_from([0, 1, 2, 5, 63, 64, 70]), min_size=1, max_size=3)
 )
 @settings(max_examples=6, deadline=None)
-def test_folds_have_the_bits_of_stepping(name: str, seed: int, starts: list[int]) -> None:
+def test_folds_have_the_bits_of_stepping(name: str, threads: int, seed: int, starts: list[int]) -> None:
     """Ragged verification, each sequence keeping its own count, several rounds on."""
     rng = random.Random(seed)
-    run = Run(name, starts, rng)
+    run = Run(name, starts, rng, threads)
     vocab = run.engine.config.vocab_size
     for _ in range(3):
         drafts = [[rng.randrange(vocab) for _ in range(rng.randint(1, RECORD_TOKENS))] for _ in starts]
