@@ -25,6 +25,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+import msgspec
+
 FinishReason = Literal["stop", "length", "cancelled"]
 
 
@@ -95,15 +97,13 @@ class SequenceSpec:
     history: Sequence[int] = ()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SampledToken:
+class SampledToken(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     id: int
     logprob: float | None = None
     top: tuple[tuple[int, float], ...] = ()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Progress:
+class Progress(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Prompt tokens consumed so far, restored ones included."""
 
     tokens: int
@@ -124,8 +124,7 @@ class SnapshotTaken:
     slot: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TokenSampled:
+class TokenSampled(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     token: SampledToken
     position: int  # index of this token in the whole sequence
 

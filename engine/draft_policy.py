@@ -166,7 +166,7 @@ class DraftPolicy:
         return plan
 
     def pauses(self) -> bool:
-        """Whether nothing is drafted for the next step, so that it is known what plain steps cost. Ask once a step."""
+        """Whether nothing is drafted for the next step, so that plain steps' cost stays known. Ask once a step."""
         if not self.adaptive or not self._pause:
             return False
         self._pause -= 1

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
+
+import msgspec
 
 from engine.api import DraftReport
 from engine.sequence import EndReason
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepReport:
+class StepReport(msgspec.Struct, frozen=True, kw_only=True):
     """One step. Units: seconds; token counts of what the pass ran over, drafted ones included.
 
     Of drafting: num_verified sequences had a draft, of num_drafted tokens in all, of which num_accepted were kept;
@@ -33,7 +34,7 @@ class StepReport:
     rows_s: float = 0.0
     verify_s: float = 0.0
     fold_s: float = 0.0
-    ignored: Mapping[str, int] = field(default_factory=dict)
+    ignored: Mapping[str, int] = {}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

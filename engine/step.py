@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from engine.api import SampledToken, SamplingParams
 from engine.sequence import LiveSequence
 from model.batch import Fold, Segment
@@ -18,8 +20,7 @@ if TYPE_CHECKING:
     from engine.shift import Shift
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Draw:
+class Draw(msgspec.Struct, frozen=True, kw_only=True):
     """One token to draw: `params`' law over a row of logits, for the token at `position` of the sequence.
 
     With `drafted` tokens to judge first, the first of them at `position`, there is one row more for each, and `laws`

@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol
 
+import msgspec
+
 if TYPE_CHECKING:
     import torch
 
@@ -18,8 +20,7 @@ if TYPE_CHECKING:
 FLOAT_BYTES = 4  # rows and state are fp32 in the pools; narrower stored forms are converted at their edge
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Segment:
+class Segment(msgspec.Struct, frozen=True, kw_only=True):
     """One sequence's share of a forward pass: `ids` follow the `start` tokens its slot has already consumed.
 
     Units: start in tokens; blocks index the row pool, the i-th covers tokens [i*block_tokens, (i+1)*block_tokens).
@@ -36,8 +37,7 @@ class Segment:
         return {"none": 0, "last": 1, "all": len(self.ids)}[self.logits]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Fold:
+class Fold(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens [first, first + tokens) of a verified segment become part of its slot, which has consumed `start`."""
 
     record: int

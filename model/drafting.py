@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
+import msgspec
+
 if TYPE_CHECKING:
     import numpy as np
     import torch
@@ -34,8 +36,7 @@ class DraftRequest:
     context: Callable[[], Sequence[int]] | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Proposal:
+class Proposal(msgspec.Struct, frozen=True, kw_only=True):
     """`confidence`: for each place, the chance that its token is kept, given that those before it are. It knows the
     tokens before it but not its own, so that whoever cuts a draft where it falls low does not bend the law.
 

@@ -222,7 +222,7 @@ def test_a_curve_of_costs_never_falls_and_is_drawn_anew():
 
 
 def test_one_slow_step_of_a_size_rules_it_out_no_longer_than_it_takes_to_try_it_again():
-    """The first steps of a size are often cold: here a long draft's first takes four times as long as all later ones."""
+    """The first steps of a size are often cold: here a long draft's first takes four times as long as others."""
     costs = Costs()
     for _ in range(40):
         costs.observe(1, 1, 0.4e-3)
