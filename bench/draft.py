@@ -150,7 +150,7 @@ def show(result: dict[str, Any]) -> None:
         line = f"{what:<34}" + "".join(f"{kinds[kind]['tokens_per_step']:>8.2f}" for kind in KINDS)
         line += "  " + "".join(f"{kinds[kind]['tokens_per_step_in_own_text'] or 0:>8.2f}" for kind in KINDS)
         print(line + "  " + "".join(f"{kinds[kind]['looped_share']:>8.0%}" for kind in KINDS))
-    print("\na step's parts, ms (medians; in this process, one thread)")
+    print("\na step's parts, ms (medians; in this process, with as many threads as a worker takes)")
     for what, sides in local["costs"].items():
         for name, steps in sides.items():
             for kind, parts in steps.items():

@@ -126,6 +126,7 @@ class Load:
     streams: int
     temperature: float
     rounds: int
+    seed: int | None = None  # named by the client: what is drawn is then what would be drawn without drafts
 
 
 LOADS = (
@@ -133,13 +134,17 @@ LOADS = (
     Load("8 streams, temperature 0", 8, 0.0, 1),
     Load("1 stream, temperature 1", 1, 1.0, 4),
     Load("8 streams, temperature 1", 8, 1.0, 1),
+    Load("1 stream, temperature 1, seeded", 1, 1.0, 4, seed=7),
+    Load("8 streams, temperature 1, seeded", 8, 1.0, 1, seed=7),
 )
 
 
 async def rate(session: aiohttp.ClientSession, url: str, prompts: Sequence[Prompt], tokens: int, load: Load) -> float:
     """Generated tokens a second, from each group's first to its last token."""
     total, seconds = 0, 0.0
-    extra = {"ignore_eos": True, "temperature": load.temperature, "seed": 7}
+    extra = {"ignore_eos": True, "temperature": load.temperature}
+    if load.seed is not None:
+        extra["seed"] = load.seed
     server = client.Server("moonrelay", url, MODEL, 0, extra)
     for start in range(0, len(prompts), load.streams):
         group = prompts[start : start + load.streams]

@@ -19,6 +19,8 @@ from engine.api import EngineEvent, Failed, Finished, SamplingParams, SequenceSp
 from engine.engine import Engine
 from engine.observer import NullObserver, StepReport
 from engine.settings import EngineSettings
+from engine.worker.cores import usable_cores
+from engine.worker.model import AUTO_THREADS
 from model.backend import load_backend, load_draft_model
 from model.checkpoint import weights_revision
 from model.drafting import DraftModel
@@ -26,6 +28,7 @@ from model.ngram import NgramDrafter
 
 BLOCK_TOKENS = 64
 AT_ONCE = 8
+READ_LEN_MAX = 15  # as decode has it by default
 PARTS = ("forward", "sample", "fold")  # of a step's total; drafts, and most rows, are made between steps
 COSTS = (*PARTS, "draft", "rows", "total")
 
@@ -69,11 +72,12 @@ class Local:
 
     def __init__(self, model_dir: Path, drafter_dir: Path | None) -> None:
         torch.set_num_threads(1)
-        self.backend = load_backend(model_dir, kind="auto", threads=1, numerics="invariant")
+        threads = min(AUTO_THREADS, usable_cores())  # as a worker chooses
+        self.backend = load_backend(model_dir, kind="auto", threads=threads, numerics="invariant")
         self.drafters: dict[str, DraftModel | None] = {"none": None, "ngram": NgramDrafter()}
         if drafter_dir is not None:
             served = load_draft_model(
-                drafter_dir, self.backend, kind="auto", threads=1, target_revision=weights_revision(model_dir)
+                drafter_dir, self.backend, kind="auto", threads=threads, target_revision=weights_revision(model_dir)
             )
             self.drafters |= {"drafter": served, "network": served.inner}  # as served, and without its own lookup
 
@@ -93,6 +97,7 @@ class Local:
         settings = EngineSettings(
             block_tokens=BLOCK_TOKENS, num_blocks=at_once * (longest // BLOCK_TOKENS + 1), num_slots=at_once + 1,
             max_batch_sequences=at_once, draft_len_max=length, draft_adaptive=adaptive, writeback="off",
+            draft_read_len_max=READ_LEN_MAX if adaptive and length else 0,
         )  # fmt: skip
         costs = Costs()
         engine = Engine(self.backend, settings, drafter=self.drafters[name], observer=costs)
