@@ -50,7 +50,8 @@ MR_API int mr_op_kda(int32_t tokens, int32_t keys, int32_t values, const float* 
         mr_op_math(0, g, alpha.data(), int64_t(tokens) * keys);
         for (int t = 0; t < tokens; ++t)
             for (int i = 0; i < values; ++i) padded[size_t(t * wide + i)] = v[t * values + i];
-        kda_recurrence(state, keys, values, tokens, q, k, alpha.data(), beta, padded.data(), o.data(), wide, work.data());
+        kda_recurrence(KdaState{state, state, true}, keys, values, tokens, q, k, alpha.data(), beta, padded.data(),
+                       o.data(), wide, work.data());
         for (int t = 0; t < tokens; ++t)
             for (int i = 0; i < values; ++i) out[t * values + i] = o[size_t(t * wide + i)];
     });

@@ -2,6 +2,7 @@
 // recurrence costs a few percent of the projections, and one path makes every position, chunking and resume agree
 // bit for bit.
 #include <algorithm>
+#include <type_traits>
 
 #include "network.h"
 #include "rows.h"
@@ -11,52 +12,72 @@ namespace {
 
 constexpr int kTile = 16;  // tokens prepared at once, so that a column block of the state is used from the L1 cache
 
-// `N` registers' worth of state columns through all tokens. Sums over keys run in two chains, even and odd keys.
+// Columns of a state, keys `stride` apart.
+struct StateAt {
+    const float* from;
+    float* to;
+    ptrdiff_t stride;
+    bool keep_last;
+};
+
+// `N` registers' worth of state columns through all tokens. Sums over keys run in two chains, even and odd keys. While
+// a token changes the state, what the next one finds in it is summed up beside.
 template <int N>
-void columns(float* state, ptrdiff_t stride, int keys, int tokens, const float* q, const float* k, const float* alpha,
+void columns(const StateAt& at, int keys, int tokens, const float* q, const float* k, const float* alpha,
              const float* alpha_k, const float* beta, const float* v, float* out, ptrdiff_t token_stride,
              float* correction) {
-    for (int t = 0; t < tokens; ++t, q += keys, k += keys, alpha += keys, alpha_k += keys) {
-        V even[N], odd[N], u[N];
+    const float* from = at.from;
+    const ptrdiff_t stride = at.stride;
+    V found[2][N], u[N];
 #pragma GCC unroll 4
-        for (int i = 0; i < N; ++i) even[i] = odd[i] = zero();
-        int c = 0;
-        for (; c + 2 <= keys; c += 2) {
-            const V a = set1(alpha_k[c]), b = set1(alpha_k[c + 1]);
-            const float *s = state + c * stride, *s2 = s + stride;
+    for (int i = 0; i < N; ++i) found[0][i] = found[1][i] = zero();
+    const auto find = [&](int key, V* sum) {
+        const V a = set1(alpha_k[key]);
 #pragma GCC unroll 4
-            for (int i = 0; i < N; ++i) {
-                even[i] = fma(a, load(s + i * kLanes), even[i]);
-                odd[i] = fma(b, load(s2 + i * kLanes), odd[i]);
-            }
-        }
-        if (c < keys)
-            for (int i = 0; i < N; ++i) even[i] = fma(set1(alpha_k[c]), load(state + c * stride + i * kLanes), even[i]);
+        for (int i = 0; i < N; ++i) sum[i] = fma(a, load(from + key * stride + i * kLanes), sum[i]);
+    };
+    int c = 0;
+    for (; c + 2 <= keys; c += 2) {
+        find(c, found[0]);
+        find(c + 1, found[1]);
+    }
+    if (c < keys) find(c, found[0]);
+    const auto token = [&](int t, auto last, auto keep) {
         const V b = set1(beta[t]);
+        V sum[2][N];
 #pragma GCC unroll 4
         for (int i = 0; i < N; ++i) {
-            u[i] = mul(b, sub(load(v + t * token_stride + i * kLanes), add(even[i], odd[i])));
+            u[i] = mul(b, sub(load(v + t * token_stride + i * kLanes), add(found[0][i], found[1][i])));
             if (correction) store(correction + t * token_stride + i * kLanes, u[i]);
-            even[i] = odd[i] = zero();
+            sum[0][i] = sum[1][i] = found[0][i] = found[1][i] = zero();
         }
-        const auto update = [&](int key, V* sum) {
-            float* s = state + key * stride;
+        const auto update = [&](int key, V* total, V* next) {
             const V decay = set1(alpha[key]), kk = set1(k[key]), qq = set1(q[key]);
+            const V ahead = last ? zero() : set1(alpha_k[keys + key]);
 #pragma GCC unroll 4
             for (int i = 0; i < N; ++i) {
-                const V x = fma(kk, u[i], mul(decay, load(s + i * kLanes)));
-                store(s + i * kLanes, x);
-                sum[i] = fma(qq, x, sum[i]);
+                const V x = fma(kk, u[i], mul(decay, load(from + key * stride + i * kLanes)));
+                if (keep) store(at.to + key * stride + i * kLanes, x);
+                total[i] = fma(qq, x, total[i]);
+                if (!last) next[i] = fma(ahead, x, next[i]);
             }
         };
-        for (c = 0; c + 2 <= keys; c += 2) {
-            update(c, even);
-            update(c + 1, odd);
+        int key = 0;
+        for (; key + 2 <= keys; key += 2) {
+            update(key, sum[0], found[0]);
+            update(key + 1, sum[1], found[1]);
         }
-        if (c < keys) update(c, even);
+        if (key < keys) update(key, sum[0], found[0]);
 #pragma GCC unroll 4
-        for (int i = 0; i < N; ++i) store(out + t * token_stride + i * kLanes, add(even[i], odd[i]));
+        for (int i = 0; i < N; ++i) store(out + t * token_stride + i * kLanes, add(sum[0][i], sum[1][i]));
+    };
+    for (int t = 0; t + 1 < tokens; ++t) {
+        token(t, std::false_type{}, std::true_type{});
+        from = at.to;
+        q += keys, k += keys, alpha += keys, alpha_k += keys;
     }
+    if (at.keep_last) token(tokens - 1, std::true_type{}, std::true_type{});
+    else token(tokens - 1, std::true_type{}, std::false_type{});
 }
 
 // Depthwise causal convolution of one token, then SiLU; taps are [tap][channel], oldest first.
@@ -97,8 +118,9 @@ struct Window {
 
 }  // namespace
 
-void kda_recurrence(float* state, int keys, int values, int tokens, const float* q, const float* k, const float* alpha,
-                    const float* beta, const float* v, float* out, ptrdiff_t stride, float* work, float* correction) {
+void kda_recurrence(const KdaState& state, int keys, int values, int tokens, const float* q, const float* k,
+                    const float* alpha, const float* beta, const float* v, float* out, ptrdiff_t stride, float* work,
+                    float* correction) {
     float *alpha_k = work, *narrow = work + ptrdiff_t(tokens) * keys;
     each16(tokens * keys, [&](int i, int lanes, int) {
         store16_n(alpha_k + i, mul(load16_n(alpha + i, lanes), load16_n(k + i, lanes)), lanes);
@@ -106,18 +128,18 @@ void kda_recurrence(float* state, int keys, int values, int tokens, const float*
     int c = 0;
     const auto run = [&](auto kernel, int registers) {
         for (; c + registers * kLanes <= values; c += registers * kLanes)
-            kernel(state + c, values, keys, tokens, q, k, alpha, alpha_k, beta, v + c, out + c, stride,
-                   correction ? correction + c : nullptr);
+            kernel(StateAt{state.from + c, state.to + c, values, state.keep_last}, keys, tokens, q, k, alpha, alpha_k,
+                   beta, v + c, out + c, stride, correction ? correction + c : nullptr);
     };
-    run(columns<4>, 4);
+    if (kLanes == 16) run(columns<4>, 4);  // else there are too few registers
     run(columns<2>, 2);
     run(columns<1>, 1);
     if (c == values) return;
     const int rest = values - c;  // columns that fill no register go through a copy one register wide
-    for (int i = 0; i < keys; ++i) store(narrow + i * kLanes, load_n(state + ptrdiff_t(i) * values + c, rest));
-    columns<1>(narrow, kLanes, keys, tokens, q, k, alpha, alpha_k, beta, v + c, out + c, stride,
+    for (int i = 0; i < keys; ++i) store(narrow + i * kLanes, load_n(state.from + ptrdiff_t(i) * values + c, rest));
+    columns<1>(StateAt{narrow, narrow, kLanes, true}, keys, tokens, q, k, alpha, alpha_k, beta, v + c, out + c, stride,
                correction ? correction + c : nullptr);
-    for (int i = 0; i < keys; ++i) store_n(state + ptrdiff_t(i) * values + c, load(narrow + i * kLanes), rest);
+    for (int i = 0; i < keys; ++i) store_n(state.to + ptrdiff_t(i) * values + c, load(narrow + i * kLanes), rest);
 }
 
 namespace {
@@ -141,11 +163,9 @@ public:
 
         float* slot = batch.pool_state + seg.slot * batch.slot_floats;
         state = slot + (int64_t(layer.index) * c.kda_heads + head) * K * W;
-        if (recording) {  // the tokens run on a copy
+        if (recording) {  // the slot stays as it is
             correction = scratch.data() + own;
-            float* copy = correction + kTile * wide;
-            std::memcpy(copy, state, size_t(K) * W * 4);
-            state = copy;
+            copy = correction + kTile * wide;
             kept = batch.records.head(c, segment.record, layer.index, head);
             inputs_kept = batch.records.conv(c, num_kda, segment.record, layer.index);
         }
@@ -164,12 +184,17 @@ public:
 
     void run() {
         const int K = c.key_dim, W = c.value_dim;
-        if (seg.start == 0)
-            for (int64_t i = 0; i < int64_t(K) * W; ++i) state[i] = 0;
+        KdaState at{state, copy ? copy : state, true};
+        if (seg.start == 0) {
+            std::memset(at.to, 0, size_t(K) * W * 4);
+            at.from = at.to;
+        }
         for (int first = 0; first < seg.tokens; first += kTile) {
             const int n = min_int(kTile, seg.tokens - first);
             for (int t = 0; t < n; ++t) prepare(first + t, t);
-            kda_recurrence(state, K, W, n, q, k, alpha, beta, v, out, wide, work, correction);
+            at.keep_last = !copy || first + n < seg.tokens;
+            kda_recurrence(at, K, W, n, q, k, alpha, beta, v, out, wide, work, correction);
+            at.from = at.to;
             for (int t = 0; correction && t < n; ++t) keep(first + t, t);
             for (int t = 0; t < n; ++t) finish(seg.row0 + first + t, out + t * wide);
         }
@@ -249,25 +274,60 @@ private:
     const Segment& seg;
     const int head;
     int wide, gate_at;
-    float *q, *k, *alpha, *v, *out, *beta, *work, *state;
+    float *q, *k, *alpha, *v, *out, *beta, *work, *state, *copy = nullptr;
     float *correction = nullptr, *kept = nullptr, *inputs_kept = nullptr;  // of a verified segment
     Stream streams[3];
 };
 
+// Two rows of keys of a state through all tokens, `N` registers of columns at a time, which never leave them.
+template <int N>
+void fold_columns(const float* kept, ptrdiff_t stride, const float* u, int keys, int tokens, float* state, ptrdiff_t width) {
+    const auto rows = [&](int key, auto pair) {
+        constexpr int R = pair ? 2 : 1;
+        float* s = state + key * width;
+        V x[R][N];
+#pragma GCC unroll 2
+        for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
+            for (int i = 0; i < N; ++i) x[r][i] = load(s + r * width + i * kLanes);
+        const float *at = kept + key, *add = u;
+        for (int t = 0; t < tokens; ++t, at += stride, add += stride) {
+#pragma GCC unroll 2
+            for (int r = 0; r < R; ++r) {
+                const V kk = set1(at[r]), decay = set1(at[keys + r]);
+#pragma GCC unroll 4
+                for (int i = 0; i < N; ++i) x[r][i] = fma(kk, load(add + i * kLanes), mul(decay, x[r][i]));
+            }
+        }
+#pragma GCC unroll 2
+        for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
+            for (int i = 0; i < N; ++i) store(s + r * width + i * kLanes, x[r][i]);
+    };
+    int key = 0;
+    for (; key + 2 <= keys; key += 2) rows(key, std::true_type{});
+    if (key < keys) rows(key, std::false_type{});
+}
+
 // One head's share of a fold: the same multiply-adds, in the same order, that stepping would have done.
 void fold_head(const Config& c, const Fold& f, const float* kept, float* state) {
-    const int K = c.key_dim, W = c.value_dim;
+    const int K = c.key_dim, W = c.value_dim, stride = 2 * K + W;
     if (f.start == 0) std::memset(state, 0, size_t(K) * W * 4);
-    kept += int64_t(f.first) * (2 * K + W);
-    for (int t = 0; t < f.tokens; ++t, kept += 2 * K + W)
-        for (int key = 0; key < K; ++key) {
-            const V kk = set1(kept[key]), decay = set1(kept[K + key]);
-            float* s = state + ptrdiff_t(key) * W;
-            const float* u = kept + 2 * K;
-            int i = 0;
-            for (; i + kLanes <= W; i += kLanes) store(s + i, fma(kk, load(u + i), mul(decay, load(s + i))));
-            if (i < W) store_n(s + i, fma(kk, load_n(u + i, W - i), mul(decay, load_n(s + i, W - i))), W - i);
+    kept += int64_t(f.first) * stride;
+    const float* u = kept + 2 * K;
+    int at = 0;
+    for (; at + 4 * kLanes <= W; at += 4 * kLanes) fold_columns<4>(kept, stride, u + at, K, f.tokens, state + at, W);
+    for (; at + kLanes <= W; at += kLanes) fold_columns<1>(kept, stride, u + at, K, f.tokens, state + at, W);
+    const int rest = W - at;
+    for (int key = 0; rest && key < K; ++key) {
+        float* s = state + ptrdiff_t(key) * W + at;
+        V x = load_n(s, rest);
+        for (int t = 0; t < f.tokens; ++t) {
+            const float* token = kept + int64_t(t) * stride;
+            x = fma(set1(token[key]), load_n(token + 2 * K + at, rest), mul(set1(token[K + key]), x));
         }
+        store_n(s, x, rest);
+    }
 }
 
 // One layer's convolution history: the last inputs, of before and of the fold.

@@ -328,12 +328,19 @@ private:
     double row_macs_ = 0;  // of one row through all layers
 };
 
-// KDA's recurrence for one head over `tokens` tokens; the state [keys][values] is updated in place. q (scaled), k and
-// alpha = exp(g) are [tokens][keys]; v and out [tokens][stride], stride a multiple of 16, columns past `values`
-// undefined. `work` holds tokens*keys + keys*kLanes floats. `correction`, where given, is [tokens][stride] like out:
-// what each token adds to the state along k.
-void kda_recurrence(float* state, int keys, int values, int tokens, const float* q, const float* k, const float* alpha,
-                    const float* beta, const float* v, float* out, ptrdiff_t stride, float* work,
+// One head's state, [keys][values]: read at `from` before the first token, and from then on kept at `to`, which may be
+// the same; with `keep_last` off, what the last token leaves is not written.
+struct KdaState {
+    const float* from;
+    float* to;
+    bool keep_last;
+};
+
+// KDA's recurrence for one head over `tokens` tokens. q (scaled), k and alpha = exp(g) are [tokens][keys]; v and out
+// [tokens][stride], stride a multiple of 16, columns past `values` undefined. `work` holds tokens*keys + keys*kLanes
+// floats. `correction`, where given, is [tokens][stride] like out: what each token adds to the state along k.
+void kda_recurrence(const KdaState& state, int keys, int values, int tokens, const float* q, const float* k,
+                    const float* alpha, const float* beta, const float* v, float* out, ptrdiff_t stride, float* work,
                     float* correction = nullptr);
 
 }  // namespace mr
