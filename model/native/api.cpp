@@ -2,6 +2,7 @@
 // before it touches memory.
 #include "api.h"
 
+#include <algorithm>
 #include <vector>
 
 #include "network.h"
@@ -19,16 +20,19 @@ namespace {
 
 using namespace mr;
 
-// One pass as Python hands it over; mirrored by ffi.py.
+// What Python says of a segment or of a fold; all of it is checked before it is believed.
+struct SegmentFacts {
+    int64_t tokens, start, slot, logits, record, blocks;  // record -1: none
+};
+struct FoldFacts {
+    int64_t record, slot, first, tokens, start;
+};
+
+// One pass, or one call's folds, as Python hands it over; mirrored by ffi.py.
 struct Pass {
-    int32_t num_segments;
-    const int32_t* ids;      // all segments' tokens
-    const int32_t* tokens;   // per segment
-    const int64_t* start;
-    const int32_t* slot;
-    const int32_t* logits;
-    const int32_t* blocks;   // all segments' tables
-    const int32_t* num_blocks;
+    int32_t num_segments;    // or folds
+    const void* facts;
+    const int32_t* numbers;  // all segments' tokens, then all their block tables
     float* rows;
     int64_t pool_blocks, block_floats;
     float* state;
@@ -36,33 +40,40 @@ struct Pass {
     int32_t block_tokens;
     float* out;
     Progress* progress;  // or null
-    const int32_t* record;   // per segment, -1 for none
     float* records;
     int64_t num_records, record_floats;
     int32_t record_tokens;
-    float* taps;             // or null
+    float* taps;  // or null
+
+    const SegmentFacts* segments() const { return static_cast<const SegmentFacts*>(facts); }
+    const FoldFacts* folds() const { return static_cast<const FoldFacts*>(facts); }
+    const int32_t* tables() const {
+        const int32_t* at = numbers;
+        for (int s = 0; s < num_segments; ++s) at += segments()[s].tokens;
+        return at;
+    }
 };
 
 std::string at(int segment) { return "segment " + std::to_string(segment) + ": "; }
 
 // What is wrong with one segment by itself, or an empty string.
-std::string segment_fault(const Model& m, const Pass& p, int s, const int32_t* ids, const int32_t* blocks) {
+std::string segment_fault(const Model& m, const Pass& p, const SegmentFacts& s, const int32_t* ids, const int32_t* blocks) {
     const int vocab = m.config.vocab;
-    if (p.tokens[s] < 1) return "no tokens";
-    for (int i = 0; i < p.tokens[s]; ++i)
+    if (s.tokens < 1) return "no tokens";
+    for (int64_t i = 0; i < s.tokens; ++i)
         if (ids[i] < 0 || ids[i] >= vocab)
             return "token id " + std::to_string(ids[i]) + " is outside the vocabulary of " + std::to_string(vocab);
-    if (p.slot[s] < 0 || p.slot[s] >= p.pool_slots)
-        return "slot " + std::to_string(p.slot[s]) + " is outside the pool of " + std::to_string(p.pool_slots);
-    if (p.start[s] < 0) return "start " + std::to_string(p.start[s]) + " is negative";
-    if (p.logits[s] < 0 || p.logits[s] > kAllLogits) return "unknown logits mode";
-    const int64_t end = p.start[s] + p.tokens[s];
-    if (end > int64_t(p.num_blocks[s]) * p.block_tokens)
-        return std::to_string(end) + " tokens do not fit into " + std::to_string(p.num_blocks[s]) + " blocks";
-    if (p.record[s] < -1 || p.record[s] >= p.num_records)
-        return "record " + std::to_string(p.record[s]) + " is outside the " + std::to_string(p.num_records);
-    if (p.record[s] >= 0 && p.tokens[s] > p.record_tokens)
-        return std::to_string(p.tokens[s]) + " tokens do not fit into a record of " + std::to_string(p.record_tokens);
+    if (s.slot < 0 || s.slot >= p.pool_slots)
+        return "slot " + std::to_string(s.slot) + " is outside the pool of " + std::to_string(p.pool_slots);
+    if (s.start < 0) return "start " + std::to_string(s.start) + " is negative";
+    if (s.logits < 0 || s.logits > kAllLogits) return "unknown logits mode";
+    const int64_t end = s.start + s.tokens;
+    if (end > s.blocks * p.block_tokens)
+        return std::to_string(end) + " tokens do not fit into " + std::to_string(s.blocks) + " blocks";
+    if (s.record < -1 || s.record >= p.num_records)
+        return "record " + std::to_string(s.record) + " is outside the " + std::to_string(p.num_records);
+    if (s.record >= 0 && s.tokens > p.record_tokens)
+        return std::to_string(s.tokens) + " tokens do not fit into a record of " + std::to_string(p.record_tokens);
     for (int64_t i = 0; i <= (end - 1) / p.block_tokens; ++i)
         if (blocks[i] < 0 || blocks[i] >= p.pool_blocks)
             return "block " + std::to_string(blocks[i]) + " is outside the pool of " + std::to_string(p.pool_blocks);
@@ -77,23 +88,25 @@ std::string fault(Model& m, const Pass& p) {
         return "records: expected " + std::to_string(m.record_floats(p.record_tokens)) + " floats for " +
                std::to_string(p.record_tokens) + " tokens, found " + std::to_string(p.record_floats);
     std::vector<bool> recorded((size_t)p.num_records);
-    const int32_t *ids = p.ids, *blocks = p.blocks;
-    for (int s = 0; s < p.num_segments; ids += p.tokens[s], blocks += p.num_blocks[s], ++s) {
-        const std::string wrong = segment_fault(m, p, s, ids, blocks);
-        if (!wrong.empty()) return at(s) + wrong;
-        if (p.record[s] >= 0) {
-            if (recorded[size_t(p.record[s])]) return at(s) + "record " + std::to_string(p.record[s]) + " is in another segment too";
-            recorded[size_t(p.record[s])] = true;
+    const int32_t *ids = p.numbers, *blocks = p.tables();
+    const SegmentFacts *begin = p.segments(), *end = begin + p.num_segments;
+    for (const SegmentFacts* s = begin; s < end; ids += s->tokens, blocks += s->blocks, ++s) {
+        const int i = int(s - begin);
+        const std::string wrong = segment_fault(m, p, *s, ids, blocks);
+        if (!wrong.empty()) return at(i) + wrong;
+        if (s->record >= 0) {
+            if (recorded[size_t(s->record)]) return at(i) + "record " + std::to_string(s->record) + " is in another segment too";
+            recorded[size_t(s->record)] = true;
         }
-        if (!m.claims.slot(p.slot[s])) return at(s) + "slot " + std::to_string(p.slot[s]) + " is in another segment too";
-        for (int64_t i = p.start[s] / p.block_tokens; i <= (p.start[s] + p.tokens[s] - 1) / p.block_tokens; ++i)
-            if (!m.claims.write(blocks[i], s, i)) return at(s) + "block " + std::to_string(blocks[i]) + " is written twice";
+        if (!m.claims.slot(int32_t(s->slot))) return at(i) + "slot " + std::to_string(s->slot) + " is in another segment too";
+        for (int64_t b = s->start / p.block_tokens; b <= (s->start + s->tokens - 1) / p.block_tokens; ++b)
+            if (!m.claims.write(blocks[b], i, b)) return at(i) + "block " + std::to_string(blocks[b]) + " is written twice";
     }
-    blocks = p.blocks;
-    for (int s = 0; s < p.num_segments; blocks += p.num_blocks[s], ++s)
-        for (int64_t i = 0; i <= (p.start[s] + p.tokens[s] - 1) / p.block_tokens; ++i)
-            if (!m.claims.read(blocks[i], s, i))
-                return at(s) + "block " + std::to_string(blocks[i]) + " is written elsewhere in the same pass";
+    blocks = p.tables();
+    for (const SegmentFacts* s = begin; s < end; blocks += s->blocks, ++s)
+        for (int64_t b = 0; b <= (s->start + s->tokens - 1) / p.block_tokens; ++b)
+            if (!m.claims.read(blocks[b], int(s - begin), b))
+                return at(int(s - begin)) + "block " + std::to_string(blocks[b]) + " is written elsewhere in the same pass";
     return "";
 }
 
@@ -104,8 +117,9 @@ void run(Model& m, const Pass& p) {
     b.pool_rows = p.rows, b.block_floats = p.block_floats, b.block_tokens = p.block_tokens;
     b.pool_state = p.state, b.slot_floats = p.slot_floats;
     int64_t left = 0;
-    for (int s = 0; s < p.num_segments; ++s) left += p.tokens[s];
-    b.ids = p.ids, b.logits = p.out, b.taps = p.taps;
+    const SegmentFacts *begin = p.segments(), *end = begin + p.num_segments;
+    for (const SegmentFacts* s = begin; s < end; ++s) left += s->tokens;
+    b.ids = p.numbers, b.logits = p.out, b.taps = p.taps;
     b.records = {p.records, p.record_floats, p.record_tokens};
     const auto flush = [&] {
         if (!b.rows) return;
@@ -117,14 +131,14 @@ void run(Model& m, const Pass& p) {
         b.ids += b.rows, b.rows = 0;
         b.segments.clear();
     };
-    const int32_t* blocks = p.blocks;
-    for (int s = 0; s < p.num_segments; blocks += p.num_blocks[s], ++s)
-        for (int done = 0; done < p.tokens[s];) {
-            if (p.record[s] >= 0 && p.tokens[s] > kMaxRows - b.rows) flush();
-            const int n = min_int(p.tokens[s] - done, kMaxRows - b.rows);
-            const bool ends = done + n == p.tokens[s];
-            const int32_t logits = p.logits[s] == kLastLogits && !ends ? int32_t(kNoLogits) : p.logits[s];
-            b.segments.push_back({b.rows, n, p.start[s] + done, p.slot[s], logits, p.record[s], blocks});
+    const int32_t* blocks = p.tables();
+    for (const SegmentFacts* s = begin; s < end; blocks += s->blocks, ++s)
+        for (int done = 0; done < s->tokens;) {
+            if (s->record >= 0 && s->tokens > kMaxRows - b.rows) flush();
+            const int n = int(std::min<int64_t>(s->tokens - done, kMaxRows - b.rows));
+            const bool ends = done + n == s->tokens;
+            const auto logits = int32_t(s->logits == kLastLogits && !ends ? int64_t(kNoLogits) : s->logits);
+            b.segments.push_back({b.rows, n, s->start + done, int32_t(s->slot), logits, int32_t(s->record), blocks});
             b.rows += n, done += n;
             if (b.rows == kMaxRows) flush();
         }
@@ -192,26 +206,28 @@ MR_API void mr_share_from(Model* m, double macs) { m->share_macs = macs; }
 MR_API int64_t mr_record_floats(const Model* m, int32_t tokens) { return m->record_floats(tokens); }
 
 // 2: refused, nothing was touched. Every slot and record at most once.
-MR_API int mr_fold(Model* m, const Fold* folds, int32_t n, float* records, int64_t num_records, int64_t record_floats,
-                   int32_t record_tokens, float* state, int64_t pool_slots, int64_t slot_floats) {
+MR_API int mr_fold(Model* m, const Pass* pass) {
+    const Pass& p = *pass;
     std::string wrong;
+    std::vector<Fold> folds;
     if (guarded([&] {
-            std::vector<bool> slots((size_t)pool_slots), used((size_t)num_records);
-            if (record_floats != m->record_floats(record_tokens)) wrong = "records: not of this model and length";
-            for (int i = 0; i < n && wrong.empty(); ++i) {
-                const Fold& f = folds[i];
-                const bool fits = f.record >= 0 && f.record < num_records && f.slot >= 0 && f.slot < pool_slots &&
-                                  f.first >= 0 && f.tokens >= 0 && int64_t(f.first) + f.tokens <= record_tokens && f.start >= 0;
+            std::vector<bool> slots((size_t)p.pool_slots), used((size_t)p.num_records);
+            if (p.record_floats != m->record_floats(p.record_tokens)) wrong = "records: not of this model and length";
+            for (int i = 0; i < p.num_segments && wrong.empty(); ++i) {
+                const FoldFacts& f = p.folds()[i];
+                const bool fits = f.record >= 0 && f.record < p.num_records && f.slot >= 0 && f.slot < p.pool_slots &&
+                                  f.first >= 0 && f.tokens >= 0 && f.tokens <= p.record_tokens - f.first && f.start >= 0;
                 if (!fits || slots[size_t(f.slot)] || used[size_t(f.record)])
                     wrong = "fold " + std::to_string(i) + ": expected a record, a slot and a count in range, each once";
                 else
                     slots[size_t(f.slot)] = used[size_t(f.record)] = true;
+                folds.push_back({int32_t(f.record), int32_t(f.slot), int32_t(f.first), int32_t(f.tokens), f.start});
             }
         }))
         return 1;
     if (!wrong.empty()) return last_error() = wrong, 2;
     return guarded([&] {
-        m->fold(std::vector<Fold>(folds, folds + n), Records{records, record_floats, record_tokens}, state, slot_floats);
+        m->fold(folds, Records{p.records, p.record_floats, p.record_tokens}, p.state, p.slot_floats);
     });
 }
 

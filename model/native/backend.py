@@ -9,15 +9,15 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 import torch
 
 from model.batch import Fold, PoolLayout, Segment
 from model.errors import BackendUnavailable
-from model.native import ffi, selfcheck
+from model.native import selfcheck
 from model.native.build import build
-from model.native.ffi import LOGITS_MODES, Clock, Op, Pass, load
+from model.native.ffi import ALL_LOGITS, LOGITS_MODES, Clock, Op, Pass, load
 from model.native.loader import Loader, network_shape
 from moonrelay.errors import InvariantError
 
@@ -29,13 +29,18 @@ if TYPE_CHECKING:
 WRONG_PASS = 2  # mr_forward: refused before anything was touched
 
 
-class _Pools(NamedTuple):
-    """Pools that were found to fit, not kept alive."""
+class _Known(NamedTuple):
+    """A tensor that was found to fit, not kept alive, and its part of a `Pass`."""
 
-    rows: weakref.ref[torch.Tensor]
-    state: weakref.ref[torch.Tensor]
-    shapes: tuple[torch.Size, torch.Size]
-    layout: PoolLayout
+    tensor: weakref.ref[torch.Tensor]
+    address: int
+    shape: tuple[int, int]
+    tokens: int  # of a block, or of a record
+    draft_width: int
+
+    def is_still(self, tensor: torch.Tensor, draft_width: int) -> bool:
+        same = self.tensor() is tensor and tensor.data_ptr() == self.address
+        return same and self.draft_width == draft_width
 
 
 class BatchError(InvariantError):
@@ -78,7 +83,11 @@ class NativeBackend:
         self.draft_width = 0
         self._num_taps = 0
         self._layouts: dict[tuple[int, int], PoolLayout] = {}
-        self._checked: _Pools | None = None
+        # A serving process has its pools and records for life: what was found of them is not looked for again.
+        self._rows: _Known | None = None
+        self._state: _Known | None = None
+        self._records: _Known | None = None
+        self._pass = Pass()
         self._handle: int | None = None  # set first: __del__ runs even when the rest fails
         self._lib = lib or library()
         if config.num_shared_experts < 1 or not config.mla_layers:
@@ -96,7 +105,7 @@ class NativeBackend:
         if self.cached_bytes is not None:
             self._lib.mr_cached_up_to(self._handle, self.cached_bytes)
         self.lm_head = weights["lm_head.weight"]
-        self._one_pass = threading.Lock()  # the C++ model's scratch serves one pass at a time
+        self._one_pass = threading.Lock()  # the C++ model's scratch and `_pass` serve one at a time
 
     def __del__(self) -> None:
         if self._handle:
@@ -138,40 +147,44 @@ class NativeBackend:
         taps: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See `Backend.forward`. Raises BatchError (nothing touched) or MemoryError (rows and state undefined)."""
-        layout = self._check_pools(rows, state)
-        kept = self._records(records, layout)
         if taps is not None:
             expected = (sum(len(s.ids) for s in segments), self._num_taps, self.config.hidden_size)
             if not self._num_taps or taps.shape != expected or taps.dtype != torch.float32:
                 raise BatchError(f"taps: expected fp32 {list(expected)}, found {list(taps.shape)}")
         try:
-            arrays = _arrays(segments)
-            record = array("i", [-1 if s.record is None else s.record for s in segments])
+            numbers, facts, num_logits = _packed(segments)
         except OverflowError as error:
             raise BatchError(f"an index is no 32-bit number: {error}") from error
-        out = torch.empty((sum(s.num_logits() for s in segments), self.config.vocab_size))
-        work = Pass(
-            len(segments), *(a.buffer_info()[0] for a in arrays),
-            rows.data_ptr(), *rows.shape, state.data_ptr(), *state.shape, layout.block_tokens, out.data_ptr(),
-            None if progress is None else progress.address,
-            record.buffer_info()[0], *kept, None if taps is None else taps.data_ptr(),
-        )  # fmt: skip
+        work = self._pass
         with self._one_pass:
-            status = self._lib.mr_forward(self._handle, ctypes.byref(work))
-        if status:
-            raise (BatchError if status == WRONG_PASS else MemoryError)(self._lib.mr_error().decode())
+            self._set_rows(rows)
+            self._set_state(state)
+            self._set_records(records)
+            out = torch.empty((num_logits, self.config.vocab_size))
+            work.num_segments, work.numbers, work.facts = len(segments), _address(numbers), _address(facts)
+            work.out, work.taps = out.data_ptr(), None if taps is None else taps.data_ptr()
+            work.progress = None if progress is None else progress.address
+            status = self._lib.mr_forward(self._handle, work)
+            if status:
+                self._fail(status)
         return out
 
     def fold(self, folds: Sequence[Fold], state: torch.Tensor, records: torch.Tensor) -> None:
         """Advance slots by what is kept of verified segments. Raises BatchError, and then nothing was touched."""
-        work = (ffi.Fold * len(folds))(*(ffi.Fold(f.record, f.slot, f.first, f.tokens, f.start) for f in folds))
-        layout = self.layout(1)
+        facts = array("q")
+        for fold in folds:
+            facts.extend((fold.record, fold.slot, fold.first, fold.tokens, fold.start))
+        work = self._pass
         with self._one_pass:
-            status = self._lib.mr_fold(
-                self._handle, work, len(folds), *self._records(records, layout), state.data_ptr(), *state.shape
-            )
-        if status:
-            raise (BatchError if status == WRONG_PASS else MemoryError)(self._lib.mr_error().decode())
+            self._set_state(state)
+            self._set_records(records)
+            work.num_segments, work.facts = len(folds), _address(facts)
+            status = self._lib.mr_fold(self._handle, work)
+            if status:
+                self._fail(status)
+
+    def _fail(self, status: int) -> NoReturn:
+        raise (BatchError if status == WRONG_PASS else MemoryError)(self._lib.mr_error().decode())
 
     def profile(self, clock: Clock) -> dict[str, float]:
         """Choose the clock that times operations; return the seconds spent in each since the last call."""
@@ -179,52 +192,69 @@ class NativeBackend:
         self._lib.mr_profile(self._handle, clock, seconds)
         return {op.name.lower(): seconds[op] for op in Op}
 
-    @staticmethod
-    def _records(records: torch.Tensor | None, layout: PoolLayout) -> tuple[int | None, int, int, int]:
-        """Address, number, floats of one, tokens of one."""
+    def _set_rows(self, rows: torch.Tensor) -> None:
+        known, work = self._rows, self._pass
+        if known is None or not known.is_still(rows, self.draft_width):
+            _must_be_flat("rows", rows)
+            one = self.layout(1)
+            block_tokens, rest = divmod(rows.shape[1], one.block_floats) if one.block_floats else (1, 0)
+            if rest or block_tokens < 1:
+                raise BatchError(f"rows: {rows.shape[1]} floats a block is no multiple of {one.block_floats} a token")
+            known = self._rows = self._known(rows, block_tokens)
+        work.rows, work.block_tokens = known.address, known.tokens
+        work.pool_blocks, work.block_floats = known.shape
+
+    def _set_state(self, state: torch.Tensor) -> None:
+        known, work = self._state, self._pass
+        if known is None or not known.is_still(state, self.draft_width):
+            _must_be_flat("state", state)
+            floats = self.layout(1).slot_floats
+            if state.shape[1] != floats:
+                raise BatchError(f"state: expected {floats} floats a slot, found {state.shape[1]}")
+            known = self._state = self._known(state, 0)
+        work.state = known.address
+        work.pool_slots, work.slot_floats = known.shape
+
+    def _set_records(self, records: torch.Tensor | None) -> None:
+        known, work = self._records, self._pass
         if records is None:
-            return (None, 0, 0, 0)
-        tokens, rest = divmod(records.shape[1], layout.record_floats(1))
-        if rest or tokens < 1 or records.dtype != torch.float32 or not records.is_contiguous():
-            raise BatchError(f"records: expected contiguous fp32 of whole tokens, found {list(records.shape)}")
-        return (records.data_ptr(), *records.shape, tokens)
+            work.num_records = 0
+            return
+        if known is None or not known.is_still(records, self.draft_width):
+            _must_be_flat("records", records)
+            tokens, rest = divmod(records.shape[1], self.layout(1).record_floats(1))
+            if rest or tokens < 1:
+                raise BatchError(f"records: {records.shape[1]} floats are no whole number of tokens")
+            known = self._records = self._known(records, tokens)
+        work.records, work.record_tokens = known.address, known.tokens
+        work.num_records, work.record_floats = known.shape
 
-    def _check_pools(self, rows: torch.Tensor, state: torch.Tensor) -> PoolLayout:
-        """A serving process has two pools for life: what was found of them is not looked for in every pass."""
-        known, shapes = self._checked, (rows.shape, state.shape)
-        same = known is not None and known.rows() is rows and known.state() is state and known.shapes == shapes
-        if known is not None and same and known.layout.draft_width == self.draft_width:
-            return known.layout
-        layout = self._fitting(rows, state)
-        self._checked = _Pools(weakref.ref(rows), weakref.ref(state), shapes, layout)
-        return layout
-
-    def _fitting(self, rows: torch.Tensor, state: torch.Tensor) -> PoolLayout:
-        for name, pool in (("rows", rows), ("state", state)):
-            flat = pool.dim() == 2 and pool.is_contiguous() and pool.device.type == "cpu"
-            if not flat or pool.dtype != torch.float32:
-                raise BatchError(f"{name}: expected a contiguous two-dimensional fp32 CPU tensor")
-        one = self.layout(1)
-        block_tokens, rest = divmod(rows.shape[1], one.block_floats) if one.block_floats else (1, 0)
-        if rest or block_tokens < 1:
-            raise BatchError(f"rows: {rows.shape[1]} floats a block is no multiple of {one.block_floats} a token")
-        if state.shape[1] != one.slot_floats:
-            raise BatchError(f"state: expected {one.slot_floats} floats a slot, found {state.shape[1]}")
-        return self.layout(block_tokens)
+    def _known(self, tensor: torch.Tensor, tokens: int) -> _Known:
+        shape = (tensor.shape[0], tensor.shape[1])
+        return _Known(weakref.ref(tensor), tensor.data_ptr(), shape, tokens, self.draft_width)
 
 
-def _arrays(segments: Sequence[Segment]) -> tuple[array[int], ...]:
-    """ids, tokens, start, slot, logits, blocks, num_blocks: the order of `Pass`."""
-    ids, blocks = array("i"), array("i")
+def _must_be_flat(name: str, tensor: torch.Tensor) -> None:
+    flat = tensor.dim() == 2 and tensor.is_contiguous() and tensor.device.type == "cpu"
+    if not flat or tensor.dtype != torch.float32:
+        raise BatchError(f"{name}: expected a contiguous two-dimensional fp32 CPU tensor")
+
+
+def _packed(segments: Sequence[Segment]) -> tuple[array[int], array[int], int]:
+    """`numbers` and `facts` as `Pass` has them, and the rows of logits. Few and small objects: a pass leaves nothing
+    of the interpreter in the caches, so that every one of them is fetched anew."""
+    numbers, facts, num_logits = array("i"), array("q"), 0
     for segment in segments:
-        ids.extend(segment.ids)
-        blocks.extend(segment.blocks)
-    return (
-        ids,
-        array("i", [len(s.ids) for s in segments]),
-        array("q", [s.start for s in segments]),
-        array("i", [s.slot for s in segments]),
-        array("i", [LOGITS_MODES[s.logits] for s in segments]),
-        blocks,
-        array("i", [len(s.blocks) for s in segments]),
-    )
+        ids, mode, record = segment.ids, LOGITS_MODES[segment.logits], segment.record
+        numbers.extend(ids)
+        num_logits += len(ids) if mode == ALL_LOGITS else mode
+        facts.extend(
+            (len(ids), segment.start, segment.slot, mode, -1 if record is None else record, len(segment.blocks))
+        )
+    for segment in segments:
+        numbers.extend(segment.blocks)
+    return numbers, facts, num_logits
+
+
+def _address(numbers: array[int]) -> int:
+    return numbers.buffer_info()[0]

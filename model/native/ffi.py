@@ -39,15 +39,13 @@ class Source(ctypes.Structure):
 
 
 class Pass(ctypes.Structure):
+    """`facts` are six numbers a segment: tokens, start, slot, logits, record (-1: none), blocks; `numbers` all
+    segments' ids, then all their block tables. Or five a fold: record, slot, first, tokens, start."""
+
     _fields_ = (
         ("num_segments", c_int32),
-        ("ids", c_void_p),
-        ("tokens", c_void_p),
-        ("start", c_void_p),
-        ("slot", c_void_p),
-        ("logits", c_void_p),
-        ("blocks", c_void_p),
-        ("num_blocks", c_void_p),
+        ("facts", c_void_p),
+        ("numbers", c_void_p),
         ("rows", c_void_p),
         ("pool_blocks", c_int64),
         ("block_floats", c_int64),
@@ -57,17 +55,12 @@ class Pass(ctypes.Structure):
         ("block_tokens", c_int32),
         ("out", c_void_p),
         ("progress", c_void_p),
-        ("record", c_void_p),
         ("records", c_void_p),
         ("num_records", c_int64),
         ("record_floats", c_int64),
         ("record_tokens", c_int32),
         ("taps", c_void_p),
     )
-
-
-class Fold(ctypes.Structure):
-    _fields_ = (("record", c_int32), ("slot", c_int32), ("first", c_int32), ("tokens", c_int32), ("start", c_int64))
 
 
 class Kind(IntEnum):
@@ -112,6 +105,7 @@ class Op(IntEnum):
 
 
 LOGITS_MODES = {"none": 0, "last": 1, "all": 2}
+ALL_LOGITS = LOGITS_MODES["all"]
 
 _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "mr_error": (c_char_p, []),
@@ -128,10 +122,7 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "mr_widen_up_to": (None, [c_void_p, c_double]),
     "mr_cached_up_to": (None, [c_void_p, c_double]),
     "mr_record_floats": (c_int64, [c_void_p, c_int32]),
-    "mr_fold": (
-        c_int32,
-        [c_void_p, POINTER(Fold), c_int32, c_void_p, c_int64, c_int64, c_int32, c_void_p, c_int64, c_int64],
-    ),
+    "mr_fold": (c_int32, [c_void_p, POINTER(Pass)]),
     "mr_profile": (None, [c_void_p, c_int32, POINTER(c_double)]),
     "mr_weight_bytes": (c_int64, [c_void_p]),
     "mr_op_gemm": (
