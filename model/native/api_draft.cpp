@@ -58,6 +58,8 @@ int checked(const Fault& fault, const Work& work) {
     return guarded(work);
 }
 
+DraftLayer& layer_of(Drafter* d, int32_t layer) { return layer < 0 ? d->globals : d->layers.at(size_t(layer)); }
+
 }  // namespace
 
 MR_API Drafter* mr_draft_create(const DraftConfig* config, int32_t threads) {
@@ -70,19 +72,15 @@ MR_API void mr_draft_destroy(Drafter* drafter) { delete drafter; }
 
 // Layer -1 holds what belongs to no layer. Per-head matrices are appended in order.
 MR_API int mr_draft_pack(Drafter* d, int32_t layer, int32_t slot, const Source* parts, int32_t num_parts, int32_t join) {
-    return guarded([&] {
-        const DraftMatrix which = DraftMatrix(slot);
-        if (!d->config.exact && (which == DraftMatrix::kHead || which == DraftMatrix::kMarkovOut)) {
-            (which == DraftMatrix::kHead ? d->head : d->markov) = pack_bytes(d->arena, parts[0]);
-            return;
-        }
-        DraftLayer& l = layer < 0 ? d->globals : d->layers.at(size_t(layer));
-        l.matrices[slot].push_back(pack(d->arena, parts, num_parts, Join(join)));
-    });
+    return guarded([&] { layer_of(d, layer).matrices[slot].push_back(pack(d->arena, parts, num_parts, Join(join))); });
+}
+
+MR_API int mr_draft_round(Drafter* d, int32_t layer, int32_t slot, const Source* parts, int32_t num_parts, int32_t join) {
+    return guarded([&] { layer_of(d, layer).bytes[slot] = pack_bytes(d->arena, parts, num_parts, Join(join)); });
 }
 
 MR_API int mr_draft_vector(Drafter* d, int32_t layer, int32_t slot, const float* data, int64_t n) {
-    return guarded([&] { (layer < 0 ? d->globals : d->layers.at(size_t(layer))).vectors[slot].assign(data, data + n); });
+    return guarded([&] { layer_of(d, layer).vectors[slot].assign(data, data + n); });
 }
 
 // The table is read in place, so its memory must outlive the drafter.

@@ -73,6 +73,7 @@ SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "mr_draft_create": (c_void_p, [POINTER(DraftShape), c_int32]),
     "mr_draft_destroy": (None, [c_void_p]),
     "mr_draft_pack": (c_int32, [c_void_p, c_int32, c_int32, c_void_p, c_int32, c_int32]),
+    "mr_draft_round": (c_int32, [c_void_p, c_int32, c_int32, c_void_p, c_int32, c_int32]),
     "mr_draft_vector": (c_int32, [c_void_p, c_int32, c_int32, c_void_p, c_int64]),
     "mr_draft_embedding": (None, [c_void_p, c_void_p, c_int32]),
     "mr_draft_check": (c_int32, [c_void_p]),

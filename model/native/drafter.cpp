@@ -22,10 +22,6 @@ Drafter::Drafter(const DraftConfig& c, int threads)
 
 void Drafter::check() {
     const DraftConfig& c = config;
-    row_macs_ = double(c.vocab) * (c.hidden + c.markov_rank);
-    for (const DraftLayer& l : layers)
-        for (const auto& slot : l.matrices)
-            for (const Matrix& m : slot) row_macs_ += double(m.n) * m.k * (m.glu ? 2 : 1);
     const auto matrix = [](const DraftLayer& l, int layer, DraftMatrix slot, int n, int k, int count = 1) {
         const auto& m = l.matrices[int(slot)];
         if (int(m.size()) != count) misfit(layer, "matrix", int(slot));
@@ -36,38 +32,56 @@ void Drafter::check() {
         if (int64_t(l.vectors[int(slot)].size()) != n) misfit(layer, "vector", int(slot));
     };
     matrix(globals, -1, DraftMatrix::kContext, c.hidden, c.taps * c.hidden);
-    const auto wide = [&](DraftMatrix slot, const ByteMatrix& rounded, int k) {
-        if (c.exact) matrix(globals, -1, slot, c.vocab, k);
-        else if (rounded.n != c.vocab || rounded.k != k) misfit(-1, "matrix", int(slot));
-    };
-    wide(DraftMatrix::kHead, head, c.hidden);
+    if (c.exact) {
+        matrix(globals, -1, DraftMatrix::kHead, c.vocab, c.hidden);
+        if (c.markov_rank) matrix(globals, -1, DraftMatrix::kMarkovOut, c.vocab, c.markov_rank);
+    } else {
+        check_rounded();
+    }
     vector(globals, -1, DraftVector::kContextNorm, c.hidden);
     vector(globals, -1, DraftVector::kFinalNorm, c.hidden);
     vector(globals, -1, DraftVector::kFrequency, c.rope / 2);
-    if (c.markov_rank) {
-        wide(DraftMatrix::kMarkovOut, markov, c.markov_rank);
-        vector(globals, -1, DraftVector::kMarkovIn, int64_t(c.vocab) * c.markov_rank);
-    }
+    if (c.markov_rank) vector(globals, -1, DraftVector::kMarkovIn, int64_t(c.vocab) * c.markov_rank);
     if (c.confidence) {
         vector(globals, -1, DraftVector::kConfidence, c.hidden + (c.confidence_markov ? c.markov_rank : 0));
         vector(globals, -1, DraftVector::kConfidenceBias, 1);
     }
     for (int i = 0; i < c.layers; ++i) {
         const DraftLayer& l = layers[size_t(i)];
-        matrix(l, i, DraftMatrix::kQa, c.q_lora, c.hidden);
-        matrix(l, i, DraftMatrix::kQb, c.heads * c.head_width(), c.q_lora);
         matrix(l, i, DraftMatrix::kRows, c.row_width(), c.hidden);
-        matrix(l, i, DraftMatrix::kKeyUp, c.kv_lora, c.nope, c.heads);
-        matrix(l, i, DraftMatrix::kValueUp, c.v_dim, c.kv_lora, c.heads);
-        matrix(l, i, DraftMatrix::kOut, c.hidden, c.heads * c.v_dim);
-        matrix(l, i, DraftMatrix::kMlpIn, c.inter, c.hidden);
-        matrix(l, i, DraftMatrix::kMlpOut, c.hidden, c.inter);
+        if (c.exact) {
+            matrix(l, i, DraftMatrix::kQa, c.q_lora, c.hidden);
+            matrix(l, i, DraftMatrix::kQb, c.heads * c.head_width(), c.q_lora);
+            matrix(l, i, DraftMatrix::kKeyUp, c.kv_lora, c.nope, c.heads);
+            matrix(l, i, DraftMatrix::kValueUp, c.v_dim, c.kv_lora, c.heads);
+            matrix(l, i, DraftMatrix::kOut, c.hidden, c.heads * c.v_dim);
+            matrix(l, i, DraftMatrix::kMlpIn, c.inter, c.hidden);
+            matrix(l, i, DraftMatrix::kMlpOut, c.hidden, c.inter);
+        }
         vector(l, i, DraftVector::kInNorm, c.hidden);
         vector(l, i, DraftVector::kPostNorm, c.hidden);
         vector(l, i, DraftVector::kQaNorm, c.q_lora);
         vector(l, i, DraftVector::kRowNorm, c.kv_lora);
     }
     if (!embedding) throw std::runtime_error("the drafter's embedding is missing");
+}
+
+void Drafter::check_rounded() const {
+    const DraftConfig& c = config;
+    const auto matrix = [](const DraftLayer& l, int layer, DraftMatrix slot, int n, int k) {
+        const ByteMatrix& m = l.rounded(slot);
+        if (m.n != n || m.k != k) misfit(layer, "rounded matrix", int(slot));
+    };
+    matrix(globals, -1, DraftMatrix::kHead, c.vocab, c.hidden);
+    if (c.markov_rank) matrix(globals, -1, DraftMatrix::kMarkovOut, c.vocab, c.markov_rank);
+    for (int i = 0; i < c.layers; ++i) {
+        const DraftLayer& l = layers[size_t(i)];
+        matrix(l, i, DraftMatrix::kQa, c.q_lora + c.row_width(), c.hidden);
+        matrix(l, i, DraftMatrix::kQb, c.heads * round16(c.row_width()), c.q_lora);
+        matrix(l, i, DraftMatrix::kOut, c.hidden, c.heads * c.kv_lora);
+        matrix(l, i, DraftMatrix::kMlpIn, c.inter, c.hidden);
+        matrix(l, i, DraftMatrix::kMlpOut, c.hidden, c.inter);
+    }
 }
 
 void Drafter::reserve(int rows) {
@@ -78,11 +92,10 @@ void Drafter::reserve(int rows) {
     const Want wants[] = {
         {&h_, c.hidden},
         {&x_, c.hidden},
-        {&q_, std::max(c.q_lora, c.layers * round16(c.row_width()))},
+        {&q_, std::max(c.q_lora + c.row_width(), c.layers * round16(c.row_width()))},
         {&query_, c.heads * std::max(c.head_width(), c.v_dim)},
-        {&own_, round16(c.row_width())},
         {&latent_, c.heads * round16(c.row_width())},
-        {&mixed_, c.heads * std::max(c.v_dim, round16(c.kv_lora))},
+        {&mixed_, c.heads * c.kv_lora},
         {&wide_, c.inter},
         {&turn_, c.rope},
     };
@@ -93,12 +106,37 @@ void Drafter::reserve(int rows) {
     float* at = memory_.data();
     at += (64 - reinterpret_cast<uintptr_t>(at) % 64) % 64 / 4;
     for (const Want& w : wants) w.buffer->data = at, at += ptrdiff_t(rows) * w.buffer->stride;
+    own_ = {q_.data + c.q_lora, q_.stride};
 }
 
-void Drafter::product(const Matrix& w, const Buffer& a, const Buffer& c, int rows) {
-    GemmJob job;
-    job.w = &w, job.a = a.data, job.lda = a.stride, job.m = rows, job.c = c.data, job.ldc = c.stride;
-    gemm.run(job);
+// For the slots of the pass, as stored or rounded. kAdd adds to c.
+void Drafter::product(const DraftLayer& layer, DraftMatrix slot, const Buffer& a, const Buffer& c, Finish finish) {
+    if (config.exact) {
+        GemmJob job;
+        job.w = &layer.matrix(slot), job.a = a.data, job.lda = a.stride, job.m = rows_;
+        job.finish = finish, job.c = c.data, job.ldc = c.stride;
+        if (finish == Finish::kAdd) job.d = c.data, job.ldd = c.stride;
+        share(double(rows_) * job.w->n * job.w->k / kFloatMacs);
+        return gemm.run(job);
+    }
+    const ByteMatrix& w = layer.rounded(slot);
+    bytes_.round(a.data, a.stride, nullptr, rows_, w.k);
+    const ByteJob job{&w, &bytes_, rows_, c.data, c.stride, finish, {}};
+    share(double(rows_) * w.panels * kBytePanel * w.k / kByteMacs);
+    const int tasks = pool.threads() == 1 ? 1 : min_int(w.panels, 2 * pool.threads());
+    pool.run(tasks, [&](int task, int) { multiply_panels(job, w.panels * task / tasks, w.panels * (task + 1) / tasks); });
+}
+
+// One product a head, from a and c that many floats apart.
+void Drafter::heads(const DraftLayer& layer, DraftMatrix slot, const float* a, ptrdiff_t a_step, ptrdiff_t lda, float* c,
+                    ptrdiff_t c_step, ptrdiff_t ldc) {
+    jobs_.assign(size_t(config.heads), GemmJob{});
+    for (int h = 0; h < config.heads; ++h) {
+        GemmJob& job = jobs_[size_t(h)];
+        job.w = &layer.matrix(slot, h), job.m = rows_;
+        job.a = a + h * a_step, job.lda = lda, job.c = c + h * c_step, job.ldc = ldc;
+    }
+    gemm.run(jobs_.data(), config.heads);
 }
 
 // Cosines, then sines, of a row's position.
@@ -131,9 +169,11 @@ void Drafter::write(const DraftRows& work) {
     for (int s = 0; s < work.num_segments; blocks += work.num_blocks[s], ++s)
         for (int done = 0; done < work.tokens[s];) {
             const int n = min_int(kMaxRows, work.tokens[s] - done);
-            pool.alone(double(n) * context.n * context.k < kWorthSharing);
+            share(double(n) * context.n * context.k / kFloatMacs);
             reserve(n);
-            product(context, Buffer{const_cast<float*>(taps), tapped}, x_, n);
+            GemmJob whole;
+            whole.w = &context, whole.a = taps, whole.lda = tapped, whole.m = n, whole.c = x_.data, whole.ldc = x_.stride;
+            gemm.run(whole);
             for (int i = 0; i < n; ++i) {
                 rms_norm(x_.row(i), globals.vector(DraftVector::kContextNorm), c.hidden, c.eps, x_.row(i));
                 turns(i, work.start[s] + done + i);
@@ -189,18 +229,18 @@ void Drafter::embed() {
         }
 }
 
-// One request's slots over its context and over each other, both ways.
-void Drafter::attend_one(int layer, const DraftPool& rows, const Request& request, std::vector<float>& scratch) {
+// Some queries (slot by slot, head by head) of one request over its context and over its slots, both ways.
+void Drafter::attend_some(int layer, const DraftPool& rows, const Request& request, int query, int queries,
+                          std::vector<float>& scratch) {
     const DraftConfig& c = config;
     const int width = c.row_width(), wide = round16(width), out_wide = round16(c.kv_lora);
-    const int queries = request.length * c.heads;
     scratch.resize(size_t(queries) * (out_wide + kTile + 3) + size_t(kTile) * width);
     float *out = scratch.data(), *scores = out + queries * out_wide, *maximum = scores + queries * kTile;
     float* gathered = maximum + 3 * queries;
     Softmax softmax{scores, maximum, maximum + queries, maximum + 2 * queries, queries};
     for (int r = 0; r < queries; ++r) softmax.maximum[r] = -kInfinity, softmax.sum[r] = 0;
     std::memset(out, 0, size_t(queries) * out_wide * 4);
-    const float* q = latent_.row(request.row0);  // rows of all heads, `wide` apart: latent_ has no gaps
+    const float* q = latent_.row(request.row0) + query * wide;  // latent_ has no gaps
     const auto pass = [&](const float* tile, ptrdiff_t stride, int count) {
         tile_scores(q, wide, queries, tile, stride, width, count, scores);
         softmax.update(c.score_scale, [&](int) { return count; });
@@ -221,7 +261,7 @@ void Drafter::attend_one(int layer, const DraftPool& rows, const Request& reques
     for (int slot = 0; slot < request.length; slot += kTile)
         pass(own_.row(request.row0 + slot), own_.stride, min_int(kTile, request.length - slot));
     for (int r = 0; r < queries; ++r) {
-        float* to = mixed_.row(request.row0 + r / c.heads) + (r % c.heads) * out_wide;
+        float* to = mixed_.row(request.row0 + (query + r) / c.heads) + (query + r) % c.heads * c.kv_lora;
         const F16 inverse = set16(1.0f / softmax.sum[r]);
         each16(c.kv_lora, [&](int i, int lanes, int) {
             store16_n(to + i, mul(load16_n(out + r * out_wide + i, lanes), inverse), lanes);
@@ -232,45 +272,39 @@ void Drafter::attend_one(int layer, const DraftPool& rows, const Request& reques
 // h += attention of its normed rows.
 void Drafter::attend(const DraftLayer& layer, int index, const DraftPool& rows) {
     const DraftConfig& c = config;
-    const int width = c.row_width(), wide = round16(width), out_wide = round16(c.kv_lora), head = c.head_width();
+    const int width = c.row_width(), wide = round16(width), head = c.head_width();
     for (int i = 0; i < rows_; ++i) rms_norm(h_.row(i), layer.vector(DraftVector::kInNorm), c.hidden, c.eps, x_.row(i));
-    product(layer.matrix(DraftMatrix::kQa), x_, q_, rows_);
-    product(layer.matrix(DraftMatrix::kRows), x_, own_, rows_);
+    product(layer, DraftMatrix::kQa, x_, q_);
+    if (c.exact) product(layer, DraftMatrix::kRows, x_, own_);
     for (int i = 0; i < rows_; ++i) {
         rms_norm(q_.row(i), layer.vector(DraftVector::kQaNorm), c.q_lora, c.eps, q_.row(i));
         rms_norm(own_.row(i), layer.vector(DraftVector::kRowNorm), c.kv_lora, c.eps, own_.row(i));
         rotate(own_.row(i) + c.kv_lora, i);
     }
-    product(layer.matrix(DraftMatrix::kQb), q_, query_, rows_);
-    jobs_.assign(size_t(c.heads), GemmJob{});
-    for (int h = 0; h < c.heads; ++h) {
-        GemmJob& job = jobs_[size_t(h)];
-        job.w = &layer.matrix(DraftMatrix::kKeyUp, h), job.m = rows_;
-        job.a = query_.data + h * head, job.lda = query_.stride;
-        job.c = latent_.data + h * wide, job.ldc = latent_.stride;
-    }
-    gemm.run(jobs_.data(), c.heads);
-    for (int i = 0; i < rows_; ++i)
-        for (int h = 0; h < c.heads; ++h) {
-            float* to = latent_.row(i) + h * wide + c.kv_lora;
-            std::memcpy(to, query_.row(i) + h * head + c.nope, size_t(c.rope) * 4);
-            rotate(to, i);
+    product(layer, DraftMatrix::kQb, q_, c.exact ? query_ : latent_);
+    if (c.exact) {
+        heads(layer, DraftMatrix::kKeyUp, query_.data, head, query_.stride, latent_.data, wide, latent_.stride);
+        for (int i = 0; i < rows_ * c.heads; ++i) {
+            float* to = latent_.row(i / c.heads) + i % c.heads * wide + c.kv_lora;
+            std::memcpy(to, query_.row(i / c.heads) + i % c.heads * head + c.nope, size_t(c.rope) * 4);
             for (int j = width; j < wide; ++j) to[j - c.kv_lora] = 0;
         }
-    pool.run(int(requests_.size()), [&](int task, int thread) {
-        attend_one(index, rows, requests_[size_t(task)], thread_scratch_[size_t(thread)]);
-    });
-    for (int h = 0; h < c.heads; ++h) {
-        GemmJob& job = jobs_[size_t(h)];
-        job.w = &layer.matrix(DraftMatrix::kValueUp, h);
-        job.a = mixed_.data + h * out_wide, job.lda = mixed_.stride;
-        job.c = query_.data + h * c.v_dim, job.ldc = query_.stride;
     }
-    gemm.run(jobs_.data(), c.heads);
-    GemmJob job;
-    job.w = &layer.matrix(DraftMatrix::kOut), job.a = query_.data, job.lda = query_.stride, job.m = rows_;
-    job.finish = Finish::kAdd, job.c = h_.data, job.ldc = h_.stride, job.d = h_.data, job.ldd = h_.stride;
-    gemm.run(job);
+    for (int i = 0; i < rows_ * c.heads; ++i)
+        rotate(latent_.row(i / c.heads) + i % c.heads * wide + c.kv_lora, i / c.heads);
+    double macs = 0;
+    for (const Request& r : requests_)
+        macs += double(r.length) * c.heads * double(r.position - r.first + r.length) * (width + c.kv_lora);
+    share(macs / kFloatMacs);
+    const int count = int(requests_.size()), parts = (pool.threads() + count - 1) / count;
+    pool.run(count * parts, [&](int task, int thread) {
+        const Request& request = requests_[size_t(task / parts)];
+        const int all = request.length * c.heads, from = all * (task % parts) / parts;
+        attend_some(index, rows, request, from, all * (task % parts + 1) / parts - from, thread_scratch_[size_t(thread)]);
+    });
+    if (c.exact)
+        heads(layer, DraftMatrix::kValueUp, mixed_.data, c.kv_lora, mixed_.stride, query_.data, c.v_dim, query_.stride);
+    product(layer, DraftMatrix::kOut, c.exact ? query_ : mixed_, h_, Finish::kAdd);
 }
 
 // h += MLP of its normed rows.
@@ -278,19 +312,12 @@ void Drafter::mlp(const DraftLayer& layer) {
     const DraftConfig& c = config;
     for (int i = 0; i < rows_; ++i)
         rms_norm(h_.row(i), layer.vector(DraftVector::kPostNorm), c.hidden, c.eps, x_.row(i));
-    GemmJob job;
-    job.w = &layer.matrix(DraftMatrix::kMlpIn), job.a = x_.data, job.lda = x_.stride, job.m = rows_;
-    job.finish = Finish::kGlu, job.act = {false, 0, 0}, job.c = wide_.data, job.ldc = wide_.stride;
-    gemm.run(job);
-    job = GemmJob{};
-    job.w = &layer.matrix(DraftMatrix::kMlpOut), job.a = wide_.data, job.lda = wide_.stride, job.m = rows_;
-    job.finish = Finish::kAdd, job.c = h_.data, job.ldc = h_.stride, job.d = h_.data, job.ldd = h_.stride;
-    gemm.run(job);
+    product(layer, DraftMatrix::kMlpIn, x_, wide_, Finish::kGlu);
+    product(layer, DraftMatrix::kMlpOut, wide_, h_, Finish::kAdd);
 }
 
 void Drafter::propose(const DraftPass& work) {
     list(work);
-    pool.alone(double(rows_) * row_macs_ < kWorthSharing);
     reserve(rows_);
     embed();
     for (int l = 0; l < config.layers; ++l) {

@@ -25,12 +25,14 @@ struct DraftConfig {
     int64_t token_floats() const { return mla_width + int64_t(layers) * row_width(); }
 };
 
+// Rounded, a draft takes fewer and other products: kQa also gives the slots' own rows, kQb gives every head's query
+// over rows (kKeyUp is in it) and kOut takes what every head read of them (kValueUp is in it).
 enum class DraftMatrix : int {  // mirrored by ffi.py
-    kContext,    // hidden from all taps
+    kContext,    // hidden from all taps; always as stored
     kHead,       // the target's lm_head
     kMarkovOut,  // vocabulary from the Markov rank
     kQa, kQb,
-    kRows,       // latent and shared key
+    kRows,       // latent and shared key; as stored for those that are written
     kKeyUp,      // per head: latent from q_nope
     kValueUp,    // per head: v from latent
     kOut,
@@ -46,9 +48,11 @@ enum class DraftVector : int {  // mirrored by ffi.py
 
 struct DraftLayer {
     std::vector<Matrix> matrices[int(DraftMatrix::kCount)];
+    ByteMatrix bytes[int(DraftMatrix::kCount)];  // unless the config says `exact`
     std::vector<float> vectors[int(DraftVector::kCount)];
 
     const Matrix& matrix(DraftMatrix s, int i = 0) const { return matrices[int(s)][size_t(i)]; }
+    const ByteMatrix& rounded(DraftMatrix s) const { return bytes[int(s)]; }
     const float* vector(DraftVector s) const { return vectors[int(s)].data(); }
 };
 
@@ -89,6 +93,15 @@ struct DraftPass {
     int32_t* good;      // per request: slots, from the first on, whose output is finite
 };
 
+// How long a piece of work takes one thread, roughly, from which on another is called for a half of it.
+constexpr double kWorthMeeting = 3.0;              // microseconds
+constexpr double kByteMacs = 150e3, kFloatMacs = 45e3;  // multiply-adds in one
+
+struct DraftTop {  // of some logits: the largest, and whether all are finite
+    float value;
+    bool finite;
+};
+
 class Drafter {
 public:
     Drafter(const DraftConfig& config, int threads);
@@ -103,7 +116,6 @@ public:
     Gemm gemm;
     std::vector<DraftLayer> layers;
     DraftLayer globals;
-    ByteMatrix head, markov;  // unless the config says `exact`: these two are most of a draft's work
     const void* embedding = nullptr;
     Kind embedding_kind = Kind::kF32;
 
@@ -124,31 +136,37 @@ private:
     };
 
     void reserve(int rows);
+    void check_rounded() const;
     void list(const DraftPass& work);
     void embed();
     void turns(int row, int64_t position);
     void rotate(float* x, int row) const;
-    void product(const Matrix& w, const Buffer& a, const Buffer& c, int rows);
+    void share(double microseconds) { pool.alone(microseconds < kWorthMeeting); }
+    void product(const DraftLayer& layer, DraftMatrix slot, const Buffer& a, const Buffer& c,
+                 Finish finish = Finish::kStore);
+    void heads(const DraftLayer& layer, DraftMatrix slot, const float* a, ptrdiff_t a_step, ptrdiff_t lda, float* c,
+               ptrdiff_t c_step, ptrdiff_t ldc);
     void attend(const DraftLayer& layer, int index, const DraftPool& rows);
-    void attend_one(int layer, const DraftPool& rows, const Request& request, std::vector<float>& scratch);
+    void attend_some(int layer, const DraftPool& rows, const Request& request, int query, int queries,
+                     std::vector<float>& scratch);
     void mlp(const DraftLayer& layer);
     void chain(const DraftPass& work);
-    void vocabulary(DraftMatrix exact, const ByteMatrix& rounded, const float* a, ptrdiff_t lda,
-                    const std::vector<int32_t>& rows, float* logits, bool add);
+    void vocabulary(DraftMatrix slot, const float* a, ptrdiff_t lda, const std::vector<int32_t>& rows, float* logits,
+                    bool add, DraftTop* tops);
     float confide(const Request& request, int slot) const;
-    void choose(const DraftPass& work, Request& request, int slot, float* logits);
+    void choose(const DraftPass& work, Request& request, int slot, float* logits, const DraftTop* tops, float* sums);
 
     std::vector<Request> requests_;
     int rows_ = 0;  // slots of the pass in work
-    Buffer h_, x_, q_, query_, own_, latent_, mixed_, wide_, turn_;
+    Buffer h_, x_, q_, own_, query_, latent_, mixed_, wide_, turn_;  // own_: the slots' rows, behind q_'s queries
     std::vector<float> memory_;
     std::vector<std::vector<float>> thread_scratch_;
     std::vector<GemmJob> jobs_;
     std::vector<int32_t> order_, before_;
-    std::vector<float> logits_;
+    std::vector<float> logits_, sums_;
+    std::vector<DraftTop> tops_;
     ByteRows bytes_;
     int reserved_rows_ = 0;
-    double row_macs_ = 0;  // of one slot
 };
 
 }  // namespace mr

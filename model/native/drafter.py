@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 class NativeDraftModel:
     """Agrees with `model.drafter.paged.TorchDraftModel`; one draft does not depend on its batch.
 
-    The shared head and the Markov head are most of a draft's work and run in bytes, about one part in a hundred off:
-    the target judges every draft anyway, and laws are those that were drawn from. `exact` keeps them as stored.
+    All products of a block run in bytes, about one part in a hundred off: the target judges every draft anyway, and
+    laws are those that were drawn from. Rows are computed as stored. `exact` keeps everything so.
 
     Raises: BackendUnavailable for a form that is not written in C++, MemoryError.
     """
@@ -58,7 +58,7 @@ class NativeDraftModel:
         self._handle = self._lib.mr_draft_create(ctypes.byref(_shape(config, layout, exact)), threads)
         if not self._handle:
             raise BackendUnavailable(self._lib.mr_error().decode())
-        self._load(tensors, lm_head)
+        self._load(tensors, lm_head, exact)
         self._embedding = embedding  # read in place, so kept
         self._lib.mr_draft_embedding(self._handle, embedding.data_ptr(), kind_of(embedding))
         self._must(self._lib.mr_draft_check(self._handle))
@@ -135,23 +135,20 @@ class NativeDraftModel:
         if status:
             raise (BatchError if status == WRONG_PASS else MemoryError)(self._lib.mr_error().decode())
 
-    def _load(self, tensors: Mapping[str, torch.Tensor], lm_head: torch.Tensor) -> None:
+    def _load(self, tensors: Mapping[str, torch.Tensor], lm_head: torch.Tensor, exact: bool) -> None:
         config = self._config
-
-        def matrix(layer: int, slot: DraftMatrix, *parts: torch.Tensor, join: Join = Join.ROWS) -> None:
-            sources = (Source * len(parts))(*(source_of(part)[0] for part in parts))
-            self._must(self._lib.mr_draft_pack(self._handle, layer, slot, sources, len(parts), join))
 
         def vector(layer: int, slot: DraftVector, values: torch.Tensor) -> None:
             data = values.float().contiguous().flatten()
             self._must(self._lib.mr_draft_vector(self._handle, layer, slot, data.data_ptr(), data.numel()))
 
-        matrix(GLOBAL, DraftMatrix.CONTEXT, tensors["context_proj.weight"])
+        matrix = self._matrix if exact else self._rounded
+        self._matrix(GLOBAL, DraftMatrix.CONTEXT, tensors["context_proj.weight"])
         matrix(GLOBAL, DraftMatrix.HEAD, lm_head)
+        matrix(GLOBAL, DraftMatrix.MARKOV_OUT, tensors["markov_head.markov_w2.weight"])
         vector(GLOBAL, DraftVector.CONTEXT_NORM, tensors["context_norm.weight"])
         vector(GLOBAL, DraftVector.FINAL_NORM, tensors["final_norm.weight"])
         vector(GLOBAL, DraftVector.FREQUENCY, frequencies(config.rope))
-        matrix(GLOBAL, DraftMatrix.MARKOV_OUT, tensors["markov_head.markov_w2.weight"])
         vector(GLOBAL, DraftVector.MARKOV_IN, tensors["markov_head.markov_w1.weight"])
         if config.confidence:
             vector(GLOBAL, DraftVector.CONFIDENCE, tensors["confidence_head.proj.weight"])
@@ -162,16 +159,46 @@ class NativeDraftModel:
             vector(layer, DraftVector.POST_NORM, own["post_attention_layernorm.weight"])
             vector(layer, DraftVector.QA_NORM, own["self_attn.q_a_layernorm.weight"])
             vector(layer, DraftVector.ROW_NORM, own["self_attn.kv_a_layernorm.weight"])
-            matrix(layer, DraftMatrix.Q_A, own["self_attn.q_a_proj.weight"])
-            matrix(layer, DraftMatrix.Q_B, own["self_attn.q_b_proj.weight"])
-            matrix(layer, DraftMatrix.ROWS, own["self_attn.kv_a_proj_with_mqa.weight"])
-            for head in torch.split(own["self_attn.kv_b_proj.weight"], config.nope + config.v_dim):
-                matrix(layer, DraftMatrix.KEY_UP, head[: config.nope].T)
-                matrix(layer, DraftMatrix.VALUE_UP, head[config.nope :])
-            matrix(layer, DraftMatrix.OUT, own["self_attn.o_proj.weight"])
-            gate, up = own["mlp.gate_proj.weight"], own["mlp.up_proj.weight"]
-            matrix(layer, DraftMatrix.MLP_IN, gate, up, join=Join.GLU)
+            self._matrix(layer, DraftMatrix.ROWS, own["self_attn.kv_a_proj_with_mqa.weight"])
+            (self._attention_as_stored if exact else self._attention_rounded)(layer, own)
+            matrix(layer, DraftMatrix.MLP_IN, own["mlp.gate_proj.weight"], own["mlp.up_proj.weight"], join=Join.GLU)
             matrix(layer, DraftMatrix.MLP_OUT, own["mlp.down_proj.weight"])
+
+    def _attention_as_stored(self, layer: int, own: Mapping[str, torch.Tensor]) -> None:
+        nope = self._config.nope
+        self._matrix(layer, DraftMatrix.Q_A, own["self_attn.q_a_proj.weight"])
+        self._matrix(layer, DraftMatrix.Q_B, own["self_attn.q_b_proj.weight"])
+        for head in self._heads(own):
+            self._matrix(layer, DraftMatrix.KEY_UP, head[:nope].T)
+            self._matrix(layer, DraftMatrix.VALUE_UP, head[nope:])
+        self._matrix(layer, DraftMatrix.OUT, own["self_attn.o_proj.weight"])
+
+    def _attention_rounded(self, layer: int, own: Mapping[str, torch.Tensor]) -> None:
+        """Fewer and larger products: `DraftMatrix` in drafter.h says which. Queries are padded to 16 floats a head."""
+        config = self._config
+        rows = own["self_attn.kv_a_proj_with_mqa.weight"]
+        self._rounded(layer, DraftMatrix.Q_A, own["self_attn.q_a_proj.weight"], rows)
+        queries, outs = [], []
+        of_head = own["self_attn.q_b_proj.weight"].float().split(config.nope + config.rope.dim)
+        out_of_head = own["self_attn.o_proj.weight"].float().split(config.v_dim, 1)
+        for head, q, out in zip(self._heads(own), of_head, out_of_head, strict=True):
+            queries += [head[: config.nope].float().T @ q[: config.nope], q[config.nope :]]
+            queries.append(q.new_zeros(-config.row_width % 16, config.q_lora))
+            outs.append(out @ head[config.nope :].float())
+        self._rounded(layer, DraftMatrix.Q_B, torch.cat(queries))
+        self._rounded(layer, DraftMatrix.OUT, torch.cat(outs, 1))
+
+    def _heads(self, own: Mapping[str, torch.Tensor]) -> Sequence[torch.Tensor]:
+        """Per head: latent to keys, then latent to values."""
+        return torch.split(own["self_attn.kv_b_proj.weight"], self._config.nope + self._config.v_dim)
+
+    def _matrix(self, layer: int, slot: DraftMatrix, *parts: torch.Tensor, join: Join = Join.ROWS) -> None:
+        sources = (Source * len(parts))(*(source_of(part)[0] for part in parts))
+        self._must(self._lib.mr_draft_pack(self._handle, layer, slot, sources, len(parts), join))
+
+    def _rounded(self, layer: int, slot: DraftMatrix, *parts: torch.Tensor, join: Join = Join.ROWS) -> None:
+        sources = (Source * len(parts))(*(source_of(part)[0] for part in parts))
+        self._must(self._lib.mr_draft_round(self._handle, layer, slot, sources, len(parts), join))
 
 
 def _tables(tables: Sequence[Sequence[int]]) -> tuple[array[int], array[int]]:
