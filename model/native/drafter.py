@@ -174,13 +174,13 @@ class NativeDraftModel:
         self._matrix(layer, DraftMatrix.OUT, own["self_attn.o_proj.weight"])
 
     def _attention_rounded(self, layer: int, own: Mapping[str, torch.Tensor]) -> None:
-        """Fewer and larger products: `DraftMatrix` in drafter.h says which. Queries are padded to 16 floats a head."""
+        """Fewer and larger products: see `DraftMatrix` in drafter.h. Queries are padded to 16 floats a head."""
         config = self._config
         rows = own["self_attn.kv_a_proj_with_mqa.weight"]
         self._rounded(layer, DraftMatrix.Q_A, own["self_attn.q_a_proj.weight"], rows)
         queries, outs = [], []
-        of_head = own["self_attn.q_b_proj.weight"].float().split(config.nope + config.rope.dim)
-        out_of_head = own["self_attn.o_proj.weight"].float().split(config.v_dim, 1)
+        of_head = torch.split(own["self_attn.q_b_proj.weight"].float(), config.nope + config.rope.dim)
+        out_of_head = torch.split(own["self_attn.o_proj.weight"].float(), config.v_dim, 1)
         for head, q, out in zip(self._heads(own), of_head, out_of_head, strict=True):
             queries += [head[: config.nope].float().T @ q[: config.nope], q[config.nope :]]
             queries.append(q.new_zeros(-config.row_width % 16, config.q_lora))
