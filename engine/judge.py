@@ -14,18 +14,52 @@ import numpy as np
 
 from engine.api import SampledToken, SamplingParams
 from engine.errors import NonFiniteLogits
-from engine.sampler import Logits, Purpose, Rows, filtered, invert, uniform
+from engine.sampler import Logits, Purpose, Rows, filtered, invert, named, not_finite, uniform
 from engine.step import Draw, Drawn
 from engine.verify import Law, Rule, verify
+from model.sampling import Sampler
 
 Run = list[SampledToken | NonFiniteLogits]
 
 
-def draw(logits: Logits, draws: Sequence[Draw], rule: Rule) -> list[Drawn]:
+def draw(logits: Logits, draws: Sequence[Draw], rule: Rule, sampler: Sampler | None = None) -> list[Drawn]:
     """Answer a step's draws: a token each, or for drafted ones the kept tokens and the one after them.
 
     Shapes: logits [rows, vocab] fp32: one row for each draw and one more for each token drafted for it, in order.
+    `sampler` computes the same on the backend's side; without one numpy does, which says what is computed.
     """
+    return _slow(logits, draws, rule) if sampler is None else _fast(logits, draws, rule, sampler)
+
+
+def _fast(logits: Logits, draws: Sequence[Draw], rule: Rule, sampler: Sampler) -> list[Drawn]:
+    found = sampler.draw(logits, draws, _shifted(logits, draws), rule)
+    drawn: list[Drawn] = []
+    at = 0
+    for wanted, kept, token in zip(draws, found[::2], found[1::2], strict=True):
+        drafted, params = wanted.drafted, wanted.params
+        last = named(logits, at + kept, token, params) if token >= 0 else not_finite(wanted.position + kept)
+        if drafted:
+            drawn.append((*[named(logits, at + i, drafted[i], params) for i in range(kept)], last))
+        else:
+            drawn.append(last)
+        at += 1 + len(drafted)
+    return drawn
+
+
+def _shifted(logits: Logits, draws: Sequence[Draw]) -> dict[int, Logits]:
+    """By index of a draw, its rows with what its request adds to them."""
+    if not any(wanted.shift is not None for wanted in draws):
+        return {}
+    shifted, at = {}, 0
+    for index, wanted in enumerate(draws):
+        end = at + 1 + len(wanted.drafted)
+        if wanted.shift is not None:
+            shifted[index] = wanted.shift.apply(logits[at:end], wanted.drafted)
+        at = end
+    return shifted
+
+
+def _slow(logits: Logits, draws: Sequence[Draw], rule: Rule) -> list[Drawn]:
     rows, at = Rows(logits), 0
     drawn: list[Drawn] = []
     for wanted in draws:

@@ -14,6 +14,7 @@ from engine.settings import DraftRule
 from engine.step import Drawn, Step
 from model.batch import Backend, Fold, Verifier
 from model.progress import LayerProgress
+from model.sampling import Sampler
 from moonrelay.errors import InvariantError
 
 
@@ -32,6 +33,7 @@ class Runner:
 
     def __init__(self, backend: Backend, pools: Pools, rule: DraftRule) -> None:
         self.backend, self.pools, self.rule = backend, pools, rule
+        self.sampler: Sampler | None = getattr(backend, "sampler", None)
 
     def run(self, step: Step, progress: LayerProgress) -> Ran:
         """`progress` counts layers where a prompt ends whose state somebody may want early.
@@ -80,6 +82,6 @@ class Runner:
         for source, target in step.copies:
             self.pools.copy_state(source, target)
         forward_done = time.perf_counter()
-        drawn = draw(logits.numpy(), step.draws, self.rule) if step.draws else []
+        drawn = draw(logits.numpy(), step.draws, self.rule, self.sampler) if step.draws else []
         done = time.perf_counter()
         return Ran(drawn=drawn, forward_s=forward_done - started, sample_s=done - forward_done)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import struct
 from enum import IntEnum
-from functools import cached_property
+from functools import cache, cached_property
 from hashlib import blake2b
 
 import numpy as np
@@ -70,15 +70,29 @@ class Rows:
     def draw(self, row: int, params: SamplingParams, position: int) -> SampledToken | NonFiniteLogits:
         """The token at `position`, from its row's own law; the error where that has a NaN or an infinity."""
         if not self.finite(row):
-            return NonFiniteLogits(f"the model's logits at position {position} are not finite")
+            return not_finite(position)
         token = self.greedy[row] if params.temperature == 0.0 else _draw(self.logits[row], params, position)
         return self.named(row, token, params)
 
     def named(self, row: int, token: int, params: SamplingParams) -> SampledToken:
-        """A token that was drawn, with what the request wants to know of its row."""
-        if params.top_logprobs is None:
-            return SampledToken(id=token)
-        return _with_logprobs(self._told[row], token, params.top_logprobs)
+        return named(self._told, row, token, params)
+
+
+def named(logits: Logits, row: int, token: int, params: SamplingParams) -> SampledToken:
+    """A token that was drawn, with what the request wants to know of its row of logits [rows, vocab], unshifted."""
+    if params.top_logprobs is None:
+        return _bare(token)
+    return _with_logprobs(logits[row], token, params.top_logprobs)
+
+
+@cache
+def _bare(token: int) -> SampledToken:
+    """Made once for each id: it never changes, and to make one takes longer than to draw a greedy token."""
+    return SampledToken(id=token)
+
+
+def not_finite(position: int) -> NonFiniteLogits:
+    return NonFiniteLogits(f"the model's logits at position {position} are not finite")
 
 
 def filtered(logits: Logits, params: SamplingParams) -> tuple[Ids | None, Weights]:

@@ -19,6 +19,7 @@ from model.native import selfcheck
 from model.native.build import build
 from model.native.ffi import ALL_LOGITS, LOGITS_MODES, Clock, Op, Pass, load
 from model.native.loader import Loader, network_shape
+from model.native.sampler import NativeSampler
 from moonrelay.errors import InvariantError
 
 if TYPE_CHECKING:
@@ -90,6 +91,7 @@ class NativeBackend:
         self._pass = Pass()
         self._handle: int | None = None  # set first: __del__ runs even when the rest fails
         self._lib = lib or library()
+        self.sampler = NativeSampler(self._lib)
         if config.num_shared_experts < 1 or not config.mla_layers:
             raise BackendUnavailable("the C++ backend needs an MLA layer and a shared expert")
         layers = range(config.num_layers)

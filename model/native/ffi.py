@@ -9,6 +9,7 @@ from pathlib import Path
 
 from model.errors import BackendUnavailable
 from model.native.draft_ffi import SIGNATURES as DRAFT_SIGNATURES
+from model.native.draw_ffi import SIGNATURES as DRAW_SIGNATURES
 
 _INTS = (
     "vocab", "hidden", "num_layers", "heads", "q_lora", "kv_lora", "nope", "rope", "v_dim", "mla_gate", "kda_heads",
@@ -147,6 +148,7 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "mr_op_ceiling": (None, [POINTER(c_double), POINTER(c_double)]),
     "mr_op_kda": (c_int32, [c_int32, c_int32, c_int32, *[c_void_p] * 7]),
     **DRAFT_SIGNATURES,
+    **DRAW_SIGNATURES,
 }
 
 

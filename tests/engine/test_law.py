@@ -33,6 +33,9 @@ from engine.judge import draw
 from engine.shift import Shift
 from engine.step import Draw
 from engine.verify import Rule, Verdict
+from model.native.backend import library
+from model.native.sampler import NativeSampler
+from model.sampling import Sampler
 
 SHIFTED = {"presence_penalty": 0.7, "frequency_penalty": 0.4, "logit_bias": ((1, 1.0), (3, -1.5))}  # as `penalised`
 RULES: tuple[Rule, ...] = ("standard", "block")
@@ -53,17 +56,23 @@ P_PLANTED = 1e-7
 NONE: frozenset[int] = frozenset()
 
 
-def judged(logits, sampling: SamplingParams, tokens, laws, stream: Sequence[int], rule: Rule) -> tuple[Any, ...]:
+def judged(
+    logits, sampling: SamplingParams, tokens, laws, stream: Sequence[int], rule: Rule, sampler: Sampler | None = None
+) -> tuple[Any, ...]:
     """What is kept of `tokens` behind `stream`, and the token after them."""
     shift = Shift(sampling, stream) if sampling.shifts else None
-    (found,) = draw(
-        logits, [Draw(params=sampling, position=len(stream), drafted=tokens, laws=laws, shift=shift)], rule
-    )
+    asked = Draw(params=sampling, position=len(stream), drafted=tokens, laws=laws, shift=shift)
+    (found,) = draw(logits, [asked], rule, sampler)
     return found if isinstance(found, tuple) else (found,)
 
 
 def drawn(
-    rule: Rule, name: str, params: dict[str, Any], streams: int = STREAMS, ends: frozenset[int] = NONE
+    rule: Rule,
+    name: str,
+    params: dict[str, Any],
+    streams: int = STREAMS,
+    ends: frozenset[int] = NONE,
+    sampler: Sampler | None = None,
 ) -> Counter[History]:
     """Streams drawn step by step, as an engine would: draft, judge, go on behind what was kept.
 
@@ -84,19 +93,21 @@ def drawn(
             tokens, laws = tokens[:count], laws[:count]
             rows = [(*stream, *tokens[:slot]) for slot in range(count + 1)]
             logits = np.stack([raw_logits(row) for row in rows])
-            kept = judged(logits, sampling, tokens, None if name == "certain" else laws, stream, rule)
+            kept = judged(logits, sampling, tokens, None if name == "certain" else laws, stream, rule, sampler)
             assert all(isinstance(token, SampledToken) for token in kept) and 1 <= len(kept) <= DRAFTED + 1
             stream += tuple(token.id for token in kept)
         found[stream[:TOKENS]] += 1
     return found
 
 
+@pytest.mark.parametrize("twin", ["numpy", "native"])
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("kind", FILTERS)
-def test_the_law_of_what_is_emitted_is_the_requests_own(rule: Rule, kind: str):
+def test_the_law_of_what_is_emitted_is_the_requests_own(rule: Rule, kind: str, twin: str):
     params, change = FILTERS[kind]
     law = joint_law(SamplingParams(**params), change)
-    found = {name: drawn(rule, name, params) for name in DRAFTERS}
+    sampler = NativeSampler(library()) if twin == "native" else None
+    found = {name: drawn(rule, name, params, sampler=sampler) for name in DRAFTERS}
     values = {name: p_value(counts, law) for name, counts in found.items()}
     assert min(values.values()) > P_MIN, values
     assert p_value(sum(found.values(), Counter()), law) > P_MIN
