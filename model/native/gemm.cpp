@@ -43,14 +43,17 @@ MR_INLINE void step(Acc<R, P>& acc, int p, const float* const* a, int k, V low, 
     }
 }
 
-template <int R, int P>
-MR_INLINE void accumulate_bf16(Acc<R, P>& acc, const float* const* a, const uint8_t* w, size_t panel_bytes, int K) {
+// `next`, where not zero, is how far from these weights those lie that are wanted after them: into the second-level cache.
+template <int R, int P, bool fetches = false>
+MR_INLINE void accumulate_bf16(Acc<R, P>& acc, const float* const* a, const uint8_t* w, size_t panel_bytes, int K,
+                               ptrdiff_t next = 0) {
 #pragma GCC unroll 2
     for (int k = 0; k < K; ++k)
 #pragma GCC unroll 4
         for (int p = 0; p < P; ++p) {
             const uint8_t* at = w + size_t(p) * panel_bytes + size_t(k) * 4 * kLanes;
             __builtin_prefetch(at + kAhead<P>);
+            if (fetches) __builtin_prefetch(at + next, 0, 2);
             const I words = load_i(at);
             step(acc, p, a, k, low_bf16(words), high_bf16(words));
         }
@@ -120,7 +123,10 @@ void tile(const GemmJob& job, int row0, int panel0) {
     const uint8_t* w = m.panel(panel0);
     Acc<R, P> acc;
     clear(acc);
-    if constexpr (kind == Kind::kBf16) accumulate_bf16(acc, a, w, m.panel_bytes, m.k);
+    if constexpr (kind == Kind::kBf16) {
+        if (R <= 3 && job.next) accumulate_bf16<R, P, true>(acc, a, w, m.panel_bytes, m.k, job.next->data - m.data);
+        else accumulate_bf16(acc, a, w, m.panel_bytes, m.k);
+    }
     if constexpr (kind == Kind::kF32) accumulate_f32(acc, a, w, m.panel_bytes, m.k);
     if constexpr (kind == Kind::kMx) accumulate_mx(acc, a, w, m.panel_bytes, m.k);
     alignas(64) float out[R * P * kPanel];
@@ -180,10 +186,12 @@ void strip(const GemmJob& job, int row0, int panel0, int panel1) {
     int p = panel0;
     if constexpr (kind == Kind::kBf16 && R == 4 && wide == 1)
         for (; p + 3 <= panel1; p += 3) three_panels(job, row0, p);
-    if constexpr (wide >= 4)
-        for (; p + 4 <= panel1; p += 4) tile<kind, R, 4>(job, row0, p);
-    if constexpr (wide == 3)
-        for (; p + 3 <= panel1; p += 3) tile<kind, R, 3>(job, row0, p);
+    if constexpr (wide >= 3)  // the last ones so that none is left alone, with too few chains
+        for (int left; (left = panel1 - p) > 2;) {
+            if (wide == 4 && (left == 4 || left > 6)) tile<kind, R, wide>(job, row0, p), p += wide;
+            else if (left == 4) tile<kind, R, 2>(job, row0, p), p += 2;
+            else tile<kind, R, 3>(job, row0, p), p += 3;
+        }
     if constexpr (wide >= 2)
         for (; p + 2 <= panel1; p += 2) tile<kind, R, 2>(job, row0, p);
     for (; p < panel1; ++p) tile<kind, R, 1>(job, row0, p);

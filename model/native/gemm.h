@@ -30,6 +30,7 @@ struct GemmJob {
     const float* d = nullptr;  // [m][ldd]; may be c
     ptrdiff_t ldd = 0;
     Activation act{};
+    const Matrix* next = nullptr;  // worth fetching meanwhile: where rows are few, the kernel only waits for weights
 };
 
 // Runs independent products side by side: all jobs' panels are shared out over the pool's threads, or without a pool

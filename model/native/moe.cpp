@@ -83,7 +83,8 @@ void Model::moe(const Layer& layer, const Part& part, const Buffer& h) {
         part.gemm.run(jobs, 2);
     });
     timed(part.hand, Op::kRoute, [&] { route(layer, part); });
-    const auto experts = [&](MatrixSlot slot, const auto& fill) {
+    // While one expert works, the weights of the one after it come near: of `then` after the last.
+    const auto experts = [&](MatrixSlot slot, const Matrix* then, const auto& fill) {
         std::vector<GemmJob>& jobs = part.hand.jobs;
         jobs.clear();
         for (int e = 0; e < c.experts; ++e) {
@@ -92,18 +93,23 @@ void Model::moe(const Layer& layer, const Part& part, const Buffer& h) {
             GemmJob job;
             job.w = &layer.matrix(slot, e), job.m = m;
             fill(job, at);
+            if (!jobs.empty()) jobs.back().next = job.w;
             jobs.push_back(job);
         }
+        jobs.back().next = then;
         part.gemm.run(jobs.data(), int(jobs.size()));
     };
     timed(part.hand, Op::kExpertIn, [&] {
-        experts(MatrixSlot::kExpertIn, [&](GemmJob& job, int at) {
+        int lowest = 0;
+        while (part.hand.first[size_t(lowest) + 1] == part.hand.first[0]) ++lowest;
+        const Matrix* then = &layer.matrix(MatrixSlot::kExpertOut, lowest);
+        experts(MatrixSlot::kExpertIn, then, [&](GemmJob& job, int at) {
             job.a = z.data, job.lda = z.stride, job.rows = s_.order.data() + at;
             job.c = s_.act.row(at), job.ldc = s_.act.stride, job.finish = Finish::kGlu, job.act = act_;
         });
     });
     timed(part.hand, Op::kExpertOut, [&] {
-        experts(MatrixSlot::kExpertOut, [&](GemmJob& job, int at) {
+        experts(MatrixSlot::kExpertOut, nullptr, [&](GemmJob& job, int at) {
             job.a = s_.act.row(at), job.lda = s_.act.stride, job.c = s_.expert.row(at), job.ldc = s_.expert.stride;
         });
     });

@@ -134,6 +134,7 @@ struct Batch {
 constexpr int kMaxRows = 512;
 constexpr int kMaxTaps = 8;  // of the short convolutions
 constexpr int kMaxSources = 64;  // AttnRes vectors one mix may weigh
+constexpr int kMixRows = 8;      // rows mixed at once
 
 struct Buffer {
     float* data = nullptr;
@@ -176,15 +177,19 @@ struct Part {
         return job;
     }
     template <class F>
-    void each_row(const F& f) const {
+    void each_run(int longest, const F& f) const {  // f(row, rows) for successive runs of rows
         const int threads = pool ? pool->threads() : 1, share = (rows + threads - 1) / threads;
-        const int most = share < 2 ? 2 : share < 16 ? share : 16;
-        const auto task = [&](int t, int) {
-            for (int i = t * most; i < min_int(rows, (t + 1) * most); ++i) f(row0 + i);
-        };
+        const int most = share < 2 ? 2 : share < longest ? share : longest;
+        const auto task = [&](int t, int) { f(row0 + t * most, min_int(rows - t * most, most)); };
         const int tasks = (rows + most - 1) / most;
         if (pool) return pool->run(tasks, task);
         for (int t = 0; t < tasks; ++t) task(t, 0);
+    }
+    template <class F>
+    void each_row(const F& f) const {
+        each_run(16, [&](int row, int n) {
+            for (int i = 0; i < n; ++i) f(row + i);
+        });
     }
 };
 
@@ -298,7 +303,7 @@ private:
     void attention(const Layer& layer, const Batch& batch, const Crew& crew);
     void after_attention(int i, const Batch& batch, const Part& part);
     void embed(const Batch& batch, const Part& part);
-    void mix_norm_row(int row, int blocks, const float* mix, const float* norm);
+    void mix_norm_rows(int row0, int rows, int blocks, const float* mix, const float* norm);  // at most kMixRows
     void mix_norm(const Part& part, int blocks, const float* mix, const float* norm);
     void kda_gates(const Layer& layer, const Part& part);
     void kda(const Layer& layer, const Batch& batch, const Crew& crew);

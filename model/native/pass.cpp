@@ -37,37 +37,57 @@ void Model::embed(const Batch& batch, const Part& part) {
 
 // x = RMSNorm of the row's AttnRes mix: the sources' raw vectors, weighted by the softmax of
 // their normed vectors' scores. Without a mix, RMSNorm of the prefix sum alone.
-void Model::mix_norm_row(int row, int blocks, const float* mix, const float* norm) {
+// All rows take one step after the other together: a row by itself mostly waits for its own sums.
+void Model::mix_norm_rows(int row0, int rows, int blocks, const float* mix, const float* norm) {
     const int d = config.hidden;
-    float* x = s_.x.row(row);
-    if (!mix || blocks == 0) return rms_norm(s_.residual[size_t(blocks)].row(row), norm, d, config.eps, x);
-    float score[kMaxSources];
-    float top = 0;
-    for (int i = 0; i <= blocks; ++i) {
-        const float* v = s_.residual[size_t(i)].row(row);
-        Sum squares, dot;
-        each16(d, [&](int c, int lanes, int j) {
-            const F16 a = load16_n(v + c, lanes);
-            squares.part[j] = fma(a, a, squares.part[j]);
-            dot.part[j] = fma(a, load16_n(mix + c, lanes), dot.part[j]);
-        });
-        score[i] = dot.total() / std::sqrt(squares.total() / float(d) + config.eps);
-        top = i == 0 || top < score[i] ? score[i] : top;
+    constexpr int kScores = kMaxSources + 16;
+    alignas(64) float scores[kMixRows][kScores] = {}, scale[kMixRows];
+    if (!mix || blocks == 0) {
+        for (int r = 0; r < rows; ++r) rms_norm(s_.residual[size_t(blocks)].row(row0 + r), norm, d, config.eps, s_.x.row(row0 + r));
+        return;
     }
-    float total = 0;
-    for (int i = 0; i <= blocks; ++i) total += score[i] = exp1(score[i] - top);
-    for (int i = 0; i <= blocks; ++i) score[i] /= total;
-    each16(d, [&](int c, int lanes, int) {
-        F16 sum = zero16();
-        for (int i = 0; i <= blocks; ++i)
-            sum = fma(set16(score[i]), load16_n(s_.residual[size_t(i)].row(row) + c, lanes), sum);
-        store16_n(x + c, sum, lanes);
-    });
-    rms_norm(x, norm, d, config.eps, x);
+    for (int r = 0; r < rows; ++r)
+        for (int i = 0; i <= blocks; i += 2) {  // two sources at a time, whose four sums end in one tree
+            const bool two = i < blocks;
+            const float *v = s_.residual[size_t(i)].row(row0 + r), *w = s_.residual[size_t(i + two)].row(row0 + r);
+            Sum squares, dot, squares2, dot2;
+            each16(d, [&](int c, int lanes, int j) {
+                const F16 a = load16_n(v + c, lanes), b = load16_n(w + c, lanes), m = load16_n(mix + c, lanes);
+                squares.part[j] = fma(a, a, squares.part[j]);
+                dot.part[j] = fma(a, m, dot.part[j]);
+                squares2.part[j] = fma(b, b, squares2.part[j]);
+                dot2.part[j] = fma(b, m, dot2.part[j]);
+            });
+            float sums[4];
+            sum16x4(squares.whole(), dot.whole(), squares2.whole(), dot2.whole(), sums);
+            for (int k = 0; k <= two; ++k) scores[r][i + k] = sums[2 * k + 1] / std::sqrt(sums[2 * k] / float(d) + config.eps);
+        }
+    for (int r = 0; r < rows; ++r) {
+        float* score = scores[r];
+        float top = score[0], total = 0;
+        for (int i = 1; i <= blocks; ++i) top = top < score[i] ? score[i] : top;
+        for (int i = 0; i <= blocks; ++i) score[i] -= top;
+        for (int i = 0; i <= blocks; i += 16) store16(score + i, exp(load16(score + i)));
+        for (int i = 0; i <= blocks; ++i) total += score[i];
+        for (int i = 0; i <= blocks; ++i) score[i] /= total;
+    }
+    for (int r = 0; r < rows; ++r) {
+        const float* source[kMaxSources];
+        for (int i = 0; i <= blocks; ++i) source[i] = s_.residual[size_t(i)].row(row0 + r);
+        Sum squares;
+        each16(d, [&](int c, int lanes, int j) {
+            F16 sum = zero16();
+            for (int i = 0; i <= blocks; ++i) sum = fma(set16(scores[r][i]), load16_n(source[i] + c, lanes), sum);
+            squares.part[j] = fma(sum, sum, squares.part[j]);
+            store16_n(s_.x.row(row0 + r) + c, sum, lanes);
+        });
+        scale[r] = 1.0f / std::sqrt(squares.total() / float(d) + config.eps);
+    }
+    for (int r = 0; r < rows; ++r) scale_norm(s_.x.row(row0 + r), norm, d, scale[r], s_.x.row(row0 + r));
 }
 
 void Model::mix_norm(const Part& part, int blocks, const float* mix, const float* norm) {
-    timed(part.hand, Op::kMix, [&] { part.each_row([&](int row) { mix_norm_row(row, blocks, mix, norm); }); });
+    part.each_run(kMixRows, [&](int row, int rows) { mix_norm_rows(row, rows, blocks, mix, norm); });
 }
 
 // The layer's input, its projections, and what its attention needs besides.
@@ -75,7 +95,7 @@ void Model::before_attention(int i, const Batch& batch, const Part& part) {
     const Layer& layer = layers[size_t(i)];
     if (i == 0) timed(part.hand, Op::kEmbed, [&] { embed(batch, part); });
     const float* mix = config.res_block ? layer.vector(VectorSlot::kAttnRes) : nullptr;
-    mix_norm(part, blocks_before(i), mix, layer.vector(VectorSlot::kInNorm));
+    timed(part.hand, Op::kMix, [&] { mix_norm(part, blocks_before(i), mix, layer.vector(VectorSlot::kInNorm)); });
     timed(part.hand, Op::kAttnIn, [&] { part.gemm.run(part.job(layer.matrix(MatrixSlot::kAttnIn), s_.x, s_.in)); });
     if (layer.mla) timed(part.hand, Op::kMlaStore, [&] { mla_store(layer, batch, part); });
     else timed(part.hand, Op::kKdaGates, [&] { kda_gates(layer, part); });
@@ -91,7 +111,7 @@ void Model::after_attention(int i, const Batch& batch, const Part& part) {
     if (blocks == blocks_before(i)) job.finish = Finish::kAdd, job.d = job.c, job.ldd = job.ldc;
     timed(part.hand, Op::kAttnOut, [&] { part.gemm.run(job); });
     const float* mix = config.res_block ? layer.vector(VectorSlot::kFfnRes) : nullptr;
-    mix_norm(part, blocks, mix, layer.vector(VectorSlot::kPostNorm));
+    timed(part.hand, Op::kMix, [&] { mix_norm(part, blocks, mix, layer.vector(VectorSlot::kPostNorm)); });
     if (layer.dense) dense(layer, part, h);
     else moe(layer, part, h);
     if (!batch.taps) return;
@@ -176,7 +196,7 @@ Batch Model::narrow(const Batch& batch, int blocks, const Buffer& attention) {
 void Model::logits(const Batch& batch, const Part& part) {
     const float* mix = config.res_block ? globals.vector(VectorSlot::kFinalRes) : nullptr;
     const float* norm = globals.vector(VectorSlot::kFinalNorm);
-    part.each_row([&](int row) { mix_norm_row(row, num_blocks(), mix, norm); });
+    mix_norm(part, num_blocks(), mix, norm);
     GemmJob job = part.job(globals.matrix(MatrixSlot::kHead), s_.x, s_.x);
     job.c = batch.logits + int64_t(part.row0 - batch.row0) * config.vocab, job.ldc = config.vocab;
     part.gemm.run(job);
