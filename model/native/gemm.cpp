@@ -14,7 +14,7 @@ constexpr int kWide[kTileRows + 1] = {0, 4, 3, 2, kLanes == 16 ? 2 : 1, kLanes =
 // How many bytes ahead of its use a weight is asked for, in each of P streams. Measured: the hardware's own prefetch
 // leaves a quarter of the large products' speed and half of a few rows' on the table.
 template <int P>
-constexpr int kAhead = P == 4 ? 384 : 2048 / P;
+constexpr int kAhead = P == 4 ? 384 : 8192 / P;
 
 template <int R, int P>
 struct Acc { V v[R][P * 2]; };
