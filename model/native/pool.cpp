@@ -3,6 +3,7 @@
 #include <signal.h>
 
 #include <chrono>
+#include <map>
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -14,6 +15,10 @@ namespace {
 // How long an idle worker, or a caller whose tasks ran out, looks before it sleeps: longer than the gaps inside one
 // forward pass, and short enough that resting costs nothing and a preempted partner soon gets the core.
 constexpr std::chrono::microseconds kSpin{60};
+
+// From then on a worker lets others have the core, but stays awake over the gaps between a draft's verification, its
+// fold, the next draft and the next verification: being woken takes 15 us.
+constexpr std::chrono::microseconds kLinger{150};
 
 inline void pause() {
 #if defined(__x86_64__)
@@ -35,32 +40,51 @@ bool spin(const Ready& ready) {
     return false;
 }
 
+template <class Ready>
+bool linger(const Ready& ready) {
+    const auto end = std::chrono::steady_clock::now() + kLinger;
+    while (std::chrono::steady_clock::now() < end) {
+        if (ready()) return true;
+        std::this_thread::yield();
+    }
+    return false;
+}
+
 }  // namespace
 
-Pool::Pool(int threads) : threads_(threads < 1 ? 1 : threads) {
+std::shared_ptr<Workers> Workers::of(int threads) {
+    static std::mutex mutex;
+    static std::map<int, std::weak_ptr<Workers>> known;
+    std::lock_guard<std::mutex> lock(mutex);
+    std::shared_ptr<Workers> workers = known[threads].lock();
+    if (!workers) known[threads] = workers = std::make_shared<Workers>(threads);
+    return workers;
+}
+
+Workers::Workers(int threads) {
     // Signals are for the program's own threads: a worker that took one would leave its handler waiting.
     sigset_t all, before;
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, &before);
-    for (int i = 1; i < threads_; ++i) workers_.emplace_back([this, i] { worker(i); });
+    for (int i = 1; i < threads; ++i) threads_.emplace_back([this, i] { worker(i); });
     pthread_sigmask(SIG_SETMASK, &before, nullptr);
 }
 
-Pool::~Pool() {
+Workers::~Workers() {
     {
         std::lock_guard<std::mutex> lock(mutex_);
         stop_ = true;
     }
     wake_.notify_all();
-    for (auto& w : workers_) w.join();
+    for (auto& t : threads_) t.join();
 }
 
-bool Pool::ready() const {
+bool Workers::ready() const {
     const uint64_t t = ticket_.load(std::memory_order_acquire);
     return uint32_t(t) < uint32_t(t >> 32) || stop_.load(std::memory_order_relaxed);
 }
 
-bool Pool::work(int thread) {
+bool Workers::work(int thread) {
     bool any = false;
     for (;;) {
         uint64_t t = ticket_.load(std::memory_order_acquire);
@@ -69,14 +93,15 @@ bool Pool::work(int thread) {
         if (uint32_t(t) >= uint32_t(t >> 32)) return any;
         any = true;
         call_.load(std::memory_order_relaxed)(ctx_.load(std::memory_order_relaxed), int(uint32_t(t)), thread);
-        if (pending_.fetch_sub(1, std::memory_order_acq_rel) == 1) {
+        if (pending_.fetch_sub(1, std::memory_order_seq_cst) == 1 && caller_waits_.load(std::memory_order_seq_cst)) {
             std::lock_guard<std::mutex> lock(mutex_);
-            if (caller_waits_) done_.notify_one();
+            done_.notify_one();
         }
     }
 }
 
-void Pool::dispatch(int tasks, Call call, const void* ctx) {
+bool Workers::run(int tasks, Call call, const void* ctx) {
+    if (taken_.exchange(true, std::memory_order_acquire)) return false;
     call_.store(call, std::memory_order_relaxed);
     ctx_.store(ctx, std::memory_order_relaxed);
     pending_.store(tasks, std::memory_order_relaxed);
@@ -86,23 +111,27 @@ void Pool::dispatch(int tasks, Call call, const void* ctx) {
         wake_.notify_all();
     }
     work(0);
-    const auto finished = [this] { return pending_.load(std::memory_order_acquire) == 0; };
-    if (spin(finished)) return;
-    std::unique_lock<std::mutex> lock(mutex_);
-    caller_waits_ = true;
-    done_.wait(lock, finished);
-    caller_waits_ = false;
+    const auto finished = [this] { return pending_.load(std::memory_order_seq_cst) == 0; };
+    if (!spin(finished)) {
+        std::unique_lock<std::mutex> lock(mutex_);
+        caller_waits_.store(true, std::memory_order_seq_cst);
+        done_.wait(lock, finished);
+        caller_waits_.store(false, std::memory_order_relaxed);
+    }
+    taken_.store(false, std::memory_order_release);
+    return true;
 }
 
-void Pool::worker(int thread) {
+void Workers::worker(int thread) {
+    const auto called = [this] { return ready(); };
     while (!stop_.load(std::memory_order_relaxed)) {
-        if (spin([this] { return ready(); })) {
+        if (spin(called) || linger(called)) {
             work(thread);
             continue;
         }
         std::unique_lock<std::mutex> lock(mutex_);
         sleepers_.fetch_add(1, std::memory_order_seq_cst);
-        wake_.wait(lock, [this] { return ready(); });
+        if (!ready()) wake_.wait(lock);  // once awake it looks around: what it was woken for may be done already
         sleepers_.fetch_sub(1, std::memory_order_relaxed);
     }
 }
