@@ -26,10 +26,13 @@ OWN_FEW, ALL_FEW = 2, 8  # as if so many drafts had been seen before the first
 BIAS_RATE = 0.1
 BIAS_MAX = 4.0
 DOUBT = 0.3  # what may be better than it is known, of a sequence without drafts so far
-GAIN_MIN = 1.02  # drafting that promises less is not worth its risk
+GAIN_MIN = 1.06  # drafting that promises less is not worth its risk: sequences that end apart leave smaller steps
 PRICE_MIN, PRICE_MAX = 0.02, 0.95
-PROBE_SHARE = 0.01  # of the time, spent on drafts that do not pay
-PROBE_LEN = 3
+# Where drafts do not pay they are probed for a share of the time, for all sequences and some steps in a row: behind
+# plain steps a drafter's weights and the other cores are cold, and a draft alone takes twice as long as one of many.
+PROBE_SHARE = 0.01
+PROBE_STEPS = 8
+PROBE_LEN = 3  # at most: 1, 2 and so on in turn
 CREDIT_MAX_S = 1.0
 LOOK_AGAIN = 64  # steps after which a choice not to draft is thought over; and between plain steps where it pays
 FEATURES_MIN, FEATURES_MAX = 1e-6, 1.0 - 1e-6
@@ -44,6 +47,8 @@ PLAIN_EVERY, PLAIN_KNOWN = 4, 32  # of plain steps seen so often only some are l
 # A plain step behind a verified one finds the caches cold and takes up to twice as long as the third in a row; so now
 # and then some are run in a row, or drafting would be measured against what nobody would have to pay.
 PLAIN_WARM, PLAIN_RUN, DRAFTED_RUN = 2, 6, 192
+PLAIN_COLD = 3  # plain steps in a row behind which a draft's cost is no measure either: it is this much dearer
+COLD, COLD_RATE, COLD_MAX = 1.3, 0.1, 3.0
 PLAIN_MIN = 3  # plain steps to have seen of so many sequences: all that drafting promises is measured against them
 
 
@@ -132,11 +137,13 @@ class DraftPolicy:
     _probe_s: float = 0.0  # what the next probe will take, when that was last asked
     _still: int = 0  # steps since the last plan that was thought over
     _still_for: int = 0  # sequences of that plan, which chose not to draft; 0: it did draft
-    _turn: int = 0  # whose turn it is to be probed
+    _probes: int = 0  # begun so far
+    _probing: int = 0  # steps of the last that are still to come
     _ran: int = 0  # plain steps
     _plain: int = 0  # of them in a row
     _drafted: int = 0  # steps with drafts since plain ones were last run for their own sake
     _pause: int = 0  # plain steps still to run for their own sake
+    _cold: float = COLD
 
     def begin(self, *, draws: Draws, read: bool = False) -> Acceptance:
         """What is expected of a new sequence: what others that draw alike came to. `read`: of drafts that are read
@@ -154,6 +161,9 @@ class DraftPolicy:
             return None
         if not self.adaptive:
             return Plan(lengths=caps)
+        if self._probing:
+            self._probing -= 1
+            return self._tried(caps)
         if self._still_for == len(known) and self._still < LOOK_AGAIN:
             self._still += 1
             return self._probe(known, caps)
@@ -174,7 +184,7 @@ class DraftPolicy:
 
     def rests(self, sequences: int) -> bool:
         """Whether drafting does not pay for so many and no probe is due: what most steps ask where it never pays."""
-        if not self.adaptive or self._still_for != sequences or self._still >= LOOK_AGAIN:
+        if not self.adaptive or self._still_for != sequences or self._still >= LOOK_AGAIN or self._probing:
             return False
         if self._credit_s >= self._probe_s:
             return False
@@ -211,13 +221,14 @@ class DraftPolicy:
         seconds = self.steps.curve(sequences, len(ranked))
         plain = seconds[0]
         longest = plain * STRETCH_MAX if sequences > 1 else math.inf
+        dearer = self._cold if self._plain >= PLAIN_COLD else 1.0
         kept, best_rate, best = float(sequences), READ_GAIN_MIN * sequences / plain, 0
         for tokens, (chance, _) in enumerate(ranked, 1):
             kept += chance
-            if kept > best_rate * seconds[tokens]:
+            if kept > best_rate * seconds[tokens] * dearer:
                 if seconds[tokens] > longest:
                     break
-                best_rate, best = kept / seconds[tokens], tokens
+                best_rate, best = kept / (seconds[tokens] * dearer), tokens
         for _, index in ranked[:best]:
             lengths[index] += 1
         return lengths
@@ -226,10 +237,15 @@ class DraftPolicy:
         """A step without prompts: `tokens` in all of `sequences`."""
         self._credit_s = min(self._credit_s + PROBE_SHARE * seconds, max(CREDIT_MAX_S, self._probe_s))
         if tokens > sequences:
-            self._plain = 0
+            cold, self._plain = self._plain >= PLAIN_COLD, 0
             self._drafted += 1
             if self._drafted >= DRAFTED_RUN:
                 self._drafted, self._pause = 0, PLAIN_RUN
+            if cold:
+                usual = self.steps.estimate(sequences, tokens)
+                if usual:
+                    self._cold += COLD_RATE * (min(max(seconds / usual, 1.0), COLD_MAX) - self._cold)
+                return
         else:
             self._ran += 1
             self._plain += 1
@@ -240,7 +256,8 @@ class DraftPolicy:
         self.steps.observe(sequences, tokens, seconds)
 
     def drafted(self, *, requests: int, slots: int, seconds: float) -> None:
-        self.drafts.observe(requests, slots, seconds)
+        if self._plain < PLAIN_COLD:
+            self.drafts.observe(requests, slots, seconds)
 
     def judged(
         self,
@@ -324,22 +341,20 @@ class DraftPolicy:
         # One slot further than it pays on average: where confidence is high it will.
         return Plan(lengths=[min(n + 1, cap) if n else 0 for n, cap in zip(lengths, caps, strict=True)], price=price)
 
-    def _seconds(self, sequences: int, tokens: int, requests: int, plain: float) -> float:
-        step = self.steps.estimate(sequences, sequences + tokens)
-        draft = self.drafts.estimate(requests, tokens + requests)
-        return (plain if step is None else step) + (0.0 if draft is None else draft)
-
     def _probe(self, known: Sequence[Acceptance], caps: Sequence[int]) -> Plan | None:
-        """One sequence's draft, in turn, where what was put aside pays for it."""
-        index = self._turn % len(known)
-        length = min(caps[index], PROBE_LEN)
-        plain = self.plain_s(len(known)) or 0.0
-        cost = self._seconds(len(known), length, 1, plain) - plain
-        if not length:
-            self._turn += 1
+        """All sequences' drafts, for some steps, where what was put aside pays for them."""
+        count, plain = len(known), self.plain_s(len(known)) or 0.0
+        tokens = sum(min(cap, PROBE_LEN) for cap in caps)
+        step, draft = self.steps.estimate(count, count + tokens), self.drafts.estimate(count, count + tokens)
+        cost = PROBE_STEPS * ((step or plain) - plain + (draft or 0.0))
         self._probe_s = max(cost, PROBE_SHARE * plain)
-        if not length or self._credit_s < self._probe_s:
+        if not tokens or self._credit_s < self._probe_s:
             return None
-        self._credit_s -= cost
-        self._turn += 1
-        return Plan(lengths=[length if i == index else 0 for i in range(len(known))])
+        self._credit_s -= self._probe_s
+        self._probes += 1
+        self._probing = PROBE_STEPS - 1
+        return self._tried(caps)
+
+    def _tried(self, caps: Sequence[int]) -> Plan | None:
+        length = 1 + self._probes % PROBE_LEN
+        return Plan(lengths=[min(cap, length) for cap in caps]) if any(caps) else None

@@ -17,8 +17,10 @@ from engine.step import Step
 from model.batch import Segment, Verifier
 from model.drafting import DraftModel
 
-BACKLOG_TOKENS_MAX = 128  # whose rows are not written yet: one product for many is several times cheaper than for one
-TAPS_SPARE = 4 * BACKLOG_TOKENS_MAX  # taps of refused tokens lie between those that are waited with
+# Tokens and steps whose rows are not written yet: one product for many is several times cheaper than for one, but
+# their taps, which every pass leaves elsewhere, drive other things out of the caches.
+BACKLOG_TOKENS_MIN, BACKLOG_STEPS, BACKLOG_TOKENS_MAX = 32, 16, 128
+TAPS_SPARE = 512  # taps of refused tokens lie between those that are waited with
 VIEWS_MAX = 1024  # of the taps, one a place and size: making one costs as much as looking a draft up
 KEEPS_ALL: Mapping[int, int] = {}
 
@@ -88,7 +90,9 @@ class DraftRows:
     @property
     def due(self) -> bool:
         """Whether so much waits that writing is cheap."""
-        return self._used >= BACKLOG_TOKENS_MAX
+        if self._used < BACKLOG_TOKENS_MIN:
+            return False
+        return len(self._passes) >= BACKLOG_STEPS or self._used >= BACKLOG_TOKENS_MAX
 
     def fits(self, tokens: int) -> bool:
         return self._used + tokens <= self._room

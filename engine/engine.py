@@ -299,8 +299,7 @@ class Engine:
         """How many of the cancelled to end now, None: all. Their blocks are not ours to write to any more then."""
         if not speculator.rows.behind:
             return None
-        with self._wake:
-            doomed = self._core.num_cancelled
+        doomed = self._core.num_cancelled  # of a list that only grows meanwhile
         if doomed:
             speculator.write_rows()
         return doomed

@@ -89,6 +89,10 @@ def some_end(step: Step, drawn: Sequence[Drawn]) -> bool:
         if segment.logits == "none":
             continue
         answer = next(answers)
+        if isinstance(answer, SampledToken):
+            if sequence.draws_left == 1 or answer.id in sequence.stop_ids or sequence.spec.hold_after_first:
+                return True
+            continue
         run = answer if isinstance(answer, tuple) else (answer,)
         kept = taken(sequence, run)
         last = run[kept - 1]

@@ -82,6 +82,7 @@ class Speculator:
         self._faults: Counter[str] = Counter()  # in a row, of rows and of drafts
         self._draft_s = 0.0
         self._ignored: Counter[str] = Counter()
+        self._idle = 0  # steps for which nothing will be looked for: neither texts nor the policy have any hope
 
     @property
     def on(self) -> bool:
@@ -114,6 +115,7 @@ class Speculator:
 
     def begin(self, sequence: LiveSequence) -> None:
         """A sequence was submitted."""
+        self._idle = 0
         if self.length_max and not sequence.spec.hold_after_first:
             draws = draws_as(sequence)
             readings = self.policy.begin(draws=draws, read=True)
@@ -121,10 +123,16 @@ class Speculator:
 
     def propose(self, sequences: Sequence[LiveSequence]) -> list[tuple[LiveSequence, Draft]]:
         """Drafts for sequences that decode on, as far as that pays: read from their texts, else the drafter's."""
+        if self._idle and self.policy.rests(len(sequences)):
+            self._idle -= 1
+            return []
         if not self.length_max or not sequences or not self.on or self.policy.pauses():
             return []
         offers = self._read(sequences) if self._reader is not None else []
         if self.policy.rests(len(sequences)):
+            if not offers and all(drafting_of(sequence).quiet >= QUIET for sequence in sequences):
+                # Until a text is looked into again, see `_read`: each plain step draws one token.
+                self._idle = min((sequence.draws_left - 1) % RARELY for sequence in sequences)
             return offers
         found = {id(sequence) for sequence, _ in offers}
         known = [drafting_of(sequence).acceptance for sequence in sequences]
