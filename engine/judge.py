@@ -32,25 +32,26 @@ def draw(logits: Logits, draws: Sequence[Draw], rule: Rule, sampler: Sampler | N
 
 
 def _fast(logits: Logits, draws: Sequence[Draw], rule: Rule, sampler: Sampler) -> list[Drawn]:
-    found = sampler.draw(logits, draws, _shifted(logits, draws), rule)
+    shifted = _shifted(logits, draws) if [1 for wanted in draws if wanted.shift is not None] else {}
+    found = sampler.draw(logits, draws, shifted, rule)
     drawn: list[Drawn] = []
     at = 0
-    for wanted, kept, token in zip(draws, found[::2], found[1::2], strict=True):
+    for wanted, kept, drew in zip(draws, found[::2], found[1::2], strict=True):
         drafted, params = wanted.drafted, wanted.params
-        last = named(logits, at + kept, token, params) if token >= 0 else not_finite(wanted.position + kept)
-        if drafted:
-            drawn.append((*[named(logits, at + i, drafted[i], params) for i in range(kept)], last))
-        else:
+        last = named(logits, at + kept, drew, params) if drew >= 0 else not_finite(wanted.position + kept)
+        if not drafted:
             drawn.append(last)
+        elif params.top_logprobs is None:
+            drawn.append((*[SampledToken(id=token) for token in drafted[:kept]], last))
+        else:
+            drawn.append((*(named(logits, at + i, drafted[i], params) for i in range(kept)), last))
         at += 1 + len(drafted)
     return drawn
 
 
 def _shifted(logits: Logits, draws: Sequence[Draw]) -> dict[int, Logits]:
     """By index of a draw, its rows with what its request adds to them."""
-    if not any(wanted.shift is not None for wanted in draws):
-        return {}
-    shifted, at = {}, 0
+    shifted, at = dict[int, Logits](), 0
     for index, wanted in enumerate(draws):
         end = at + 1 + len(wanted.drafted)
         if wanted.shift is not None:

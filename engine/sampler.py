@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import struct
 from enum import IntEnum
-from functools import cache, cached_property
+from functools import cached_property
 from hashlib import blake2b
 
 import numpy as np
@@ -81,14 +81,8 @@ class Rows:
 def named(logits: Logits, row: int, token: int, params: SamplingParams) -> SampledToken:
     """A token that was drawn, with what the request wants to know of its row of logits [rows, vocab], unshifted."""
     if params.top_logprobs is None:
-        return _bare(token)
+        return SampledToken(id=token)
     return _with_logprobs(logits[row], token, params.top_logprobs)
-
-
-@cache
-def _bare(token: int) -> SampledToken:
-    """Made once for each id: it never changes, and to make one takes longer than to draw a greedy token."""
-    return SampledToken(id=token)
 
 
 def not_finite(position: int) -> NonFiniteLogits:

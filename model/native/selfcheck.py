@@ -7,7 +7,10 @@ and not in somebody's answer.
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -15,9 +18,12 @@ import torch
 from model.batch import Backend, Segment
 from model.checkpoint import PackedTensor
 from model.config import ModelConfig
+from model.native.draw_ffi import WANTED
+from model.native.sampler import NativeSampler
 from model.tensors import expected_tensors, expert_name
 
 DIGEST = "9387a60d22997d4003bc87299435e42c"
+DRAWS = "22ecacf89fd86b92fd85b4ad44fb6480"  # the same of what is drawn
 
 # Small and odd: every width leaves a tail in 16 lanes, all weight kinds occur, blocks are shorter than a tile.
 CONFIG = ModelConfig(
@@ -78,4 +84,50 @@ def digest(backend: Backend) -> str:
     result = hashlib.blake2b(digest_size=16)
     for tensor in (*logits, rows, state):
         result.update((tensor + 0.0).numpy().tobytes())  # + 0: the sign of zero is no result
+    return result.hexdigest()
+
+
+class Params(NamedTuple):
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int = 7
+    choice: int = 0
+
+
+class Wanted(NamedTuple):
+    params: Params
+    position: int
+    drafted: Sequence[int] = ()
+    laws: np.ndarray | None = None
+
+
+LAWS = (Params(), Params(0.7), Params(1.3, top_k=40), Params(0.9, top_p=0.8), Params(3.0, top_k=200, top_p=0.5))
+RULES: tuple[Literal["standard", "block"], ...] = ("standard", "block")
+DRAFTED, DRAWN_FROM = 5, 1037  # an id or two more than whole blocks, with a tail in 16 lanes
+
+
+def draws_digest(lib: ctypes.CDLL) -> str:
+    """Of laws, of tokens drawn from them, and of verdicts on drafts under both rules."""
+    result = hashlib.blake2b(digest_size=16)
+    shape = DRAFTED + 1, DRAWN_FROM
+    pattern = _pattern("logits", shape[0] * shape[1]).reshape(shape)
+    logits = (pattern.astype(np.float32) - np.float32(128)) / np.float32(16)
+    noise = (_pattern("laws", DRAFTED * DRAWN_FROM) % 3).astype(np.int32).reshape(DRAFTED, -1)
+    near = np.rint(logits[:-1] * 1.4).astype(np.int32) + noise
+    powers = np.ldexp(1.0, near)  # exact, and so is their sum
+    laws = (powers / powers.sum(axis=1, keepdims=True)).astype(np.float32)
+    likely = (-laws).argsort(axis=1, kind="stable")
+    weights = np.empty(DRAWN_FROM, dtype=np.float32)
+    sampler = NativeSampler(lib)
+    for p in LAWS:
+        asked = WANTED.pack(logits.ctypes.data, 0, 0, 0, p.top_p, p.temperature, 0, p.top_k, 0)
+        lib.mr_op_weigh(asked, DRAWN_FROM, weights.ctypes.data)
+        result.update(weights.tobytes())
+        plain = [Wanted(p, position) for position in range(len(logits))]
+        result.update(bytes(sampler.draw(logits, plain, {}, "block")))
+        for rule in RULES:
+            for position in range(40):
+                drafted = [int(likely[slot, 3 * slot * (position % 5)]) for slot in range(DRAFTED)]
+                result.update(bytes(sampler.draw(logits, [Wanted(p, position, drafted, laws)], {}, rule)))
     return result.hexdigest()

@@ -8,17 +8,22 @@ from __future__ import annotations
 
 import itertools
 import math
+import shutil
 from collections import Counter
 from collections.abc import Callable, Mapping
 from functools import cache
 
 import numpy as np
 import numpy.typing as npt
+import pytest
 
 from engine.api import SamplingParams
 from engine.sampler import filtered
+from model.native.build import COMPILERS
+from model.sampling import Sampler
 
 VOCAB = 5
+TWINS = ("numpy", "native")
 TOKENS = 3  # of a stream whose joint law is tested
 DRAFTED = 3
 EXPECTED_MIN = 5.0  # a cell with fewer expected draws joins the others of that kind
@@ -38,6 +43,18 @@ def penalised(logits: npt.NDArray[np.float32], history: History) -> npt.NDArray[
     bias = np.array([0.0, 1.0, 0.0, -1.5, 0.0], dtype=np.float32)
     changed: npt.NDArray[np.float32] = logits - np.float32(0.7) * (counts > 0) - np.float32(0.4) * counts + bias
     return changed
+
+
+def sampler_of(twin: str) -> Sampler | None:
+    """Who draws: numpy or the library in C++; the test skips where there is no compiler for that."""
+    if twin == "numpy":
+        return None
+    from model.native.backend import library
+    from model.native.sampler import NativeSampler
+
+    if not any(map(shutil.which, COMPILERS)):
+        pytest.skip("there is no C++ compiler")
+    return NativeSampler(library())
 
 
 @cache

@@ -15,13 +15,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from laws import DRAFTERS, TOKENS, VOCAB, History, joint_law, p_value, raw_logits, unchanged
+from laws import DRAFTERS, TOKENS, TWINS, VOCAB, History, joint_law, p_value, raw_logits, sampler_of, unchanged
 
 from engine.api import Failed, Finished, SamplingParams, SequenceSpec, TokenSampled
 from engine.engine import Engine
 from engine.settings import EngineSettings
 from model.batch import Fold, PoolLayout, Segment
 from model.drafting import DraftRequest, Proposal
+from model.sampling import Sampler
 
 STREAMS, AT_ONCE, DRAFTED = 600, 8, 3
 AHEAD = TOKENS + DRAFTED  # of which TOKENS are looked at: the last ones cannot be drafted in full
@@ -46,7 +47,8 @@ class Language:
     name = "language"
     draft_width = 0
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, clock: Clock, sampler: Sampler | None) -> None:
+        self.sampler = sampler
         self.config = SimpleNamespace(vocab_size=VOCAB, context_len=4096)
         self._clock = clock
 
@@ -129,11 +131,11 @@ class LanguageDrafter:
 
 
 def streams(
-    clock: Clock, drafter: LanguageDrafter, params: dict[str, Any], **settings: Any
+    clock: Clock, drafter: LanguageDrafter, params: dict[str, Any], twin: str, **settings: Any
 ) -> tuple[Counter[History], Counter[str]]:
     """STREAMS streams, AT_ONCE in every step; and drafted tokens that were verified and kept."""
     engine = Engine(
-        Language(clock),
+        Language(clock, sampler_of(twin)),
         EngineSettings(num_blocks=64, num_slots=16, max_batch_sequences=AT_ONCE, draft_len_max=DRAFTED, **settings),
         drafter=drafter,
         on_fatal=lambda error: pytest.fail(repr(error)),
@@ -179,10 +181,11 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[Clock]:
 @pytest.mark.parametrize("rule", ["standard", "block"])
 @pytest.mark.parametrize("adaptive", [False, True])
 @pytest.mark.parametrize("name", ["certain", "sharp", "wrong"])
-def test_streams_follow_the_requests_law(clock, name, adaptive, rule):
+@pytest.mark.parametrize("twin", TWINS)
+def test_streams_follow_the_requests_law(clock, twin, name, adaptive, rule):
     params = {"temperature": 1.1, "top_k": 4, "top_p": 0.92}
     drafter = LanguageDrafter(name)
-    found, drafts = streams(clock, drafter, params, draft_adaptive=adaptive, draft_rule=rule)
+    found, drafts = streams(clock, drafter, params, twin, draft_adaptive=adaptive, draft_rule=rule)
     assert (drafts["kept"] > 0 or (adaptive and name == "wrong")) and drafts["kept"] < drafts["verified"]
     assert drafts["verified"] <= drafter.drafted
     # What is not worth verifying is cut away; of drafts that never pay only a few are made at all.

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from laws import sampler_of
 
 from engine.api import SampledToken, SamplingParams
 from engine.errors import NonFiniteLogits
@@ -41,7 +42,9 @@ VOCABS = (2, 5, 16, 17, 255, 256, 257, 1000, 6400)
 
 @pytest.fixture(scope="module")
 def sampler() -> NativeSampler:
-    return NativeSampler(library())
+    found = sampler_of("native")
+    assert isinstance(found, NativeSampler)
+    return found
 
 
 def rows_of(kind: str, rows: int, vocab: int, rng: np.random.Generator) -> np.ndarray:

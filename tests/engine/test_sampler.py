@@ -10,16 +10,30 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from laws import TWINS, sampler_of
 
 from engine.api import SampledToken, SamplingParams
 from engine.core import Draw
 from engine.errors import NonFiniteLogits
 from engine.judge import draw as judged
 from engine.sampler import Purpose, filtered, invert, largest, uniform
+from model.sampling import Sampler
+
+
+@pytest.fixture(scope="module", params=TWINS, autouse=True)
+def twin(request):
+    """Everything here holds for both ways to draw."""
+    global sampler
+    sampler = sampler_of(request.param)
+    yield
+    sampler = None
+
+
+sampler: Sampler | None = None
 
 
 def sample(logits, draws):
-    return judged(logits, draws, "block")
+    return judged(logits, draws, "block", sampler)
 
 
 def draw(logits, position=0, **params):

@@ -305,15 +305,17 @@ def test_experts_kept_as_bf16_change_no_bit() -> None:
 
 
 def test_other_vectors_compute_the_same_bits() -> None:
-    """Sixteen lanes in plain C++: the packing and loops of AVX-512 machines, on any machine."""
+    """Sixteen lanes in plain C++: the packing and loops of AVX-512 machines, on any machine. Draws too."""
     lib = load(build(["-DMR_GENERIC_LANES=16", "-O0"]))
     assert lib.mr_isa() == b"generic"
     backend = NativeBackend(selfcheck.CONFIG, selfcheck.PatternWeights(), 2, lib=lib, widen_bytes=0)
     assert selfcheck.digest(backend) == selfcheck.DIGEST
+    assert selfcheck.draws_digest(lib) == selfcheck.DRAWS
 
 
-def test_a_library_that_computes_otherwise_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(selfcheck, "DIGEST", "0" * 32)
+@pytest.mark.parametrize("which", ["DIGEST", "DRAWS"])
+def test_a_library_that_computes_otherwise_is_not_used(monkeypatch: pytest.MonkeyPatch, which: str) -> None:
+    monkeypatch.setattr(selfcheck, which, "0" * 32)
     native.library.cache_clear()
     try:
         with pytest.raises(BackendUnavailable, match="computes"):
