@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -17,10 +18,8 @@ from engine.step import Step
 from model.batch import Segment, Verifier
 from model.drafting import DraftModel
 
-# Tokens and steps whose rows are not written yet: one product for many is several times cheaper than for one, but
-# their taps, which every pass leaves elsewhere, drive other things out of the caches.
-BACKLOG_TOKENS_MIN, BACKLOG_STEPS, BACKLOG_TOKENS_MAX = 32, 16, 128
-TAPS_SPARE = 512  # taps of refused tokens lie between those that are waited with
+BACKLOG_TOKENS_MAX = 128  # whose rows are not written yet: one product for many is several times cheaper than for one
+TAPS_SPARE = 4 * BACKLOG_TOKENS_MAX  # taps of refused tokens lie between those that are waited with
 VIEWS_MAX = 1024  # of the taps, one a place and size: making one costs as much as looking a draft up
 KEEPS_ALL: Mapping[int, int] = {}
 
@@ -47,10 +46,6 @@ class _Pass(NamedTuple):
     sequences: Sequence[LiveSequence]
     segments: Sequence[Segment]
     kept: Mapping[int, int]
-
-
-def joined(pieces: Sequence[torch.Tensor]) -> torch.Tensor:
-    return pieces[0] if len(pieces) == 1 else torch.cat(list(pieces))
 
 
 class DraftRows:
@@ -90,9 +85,7 @@ class DraftRows:
     @property
     def due(self) -> bool:
         """Whether so much waits that writing is cheap."""
-        if self._used < BACKLOG_TOKENS_MIN:
-            return False
-        return len(self._passes) >= BACKLOG_STEPS or self._used >= BACKLOG_TOKENS_MAX
+        return self._used >= BACKLOG_TOKENS_MAX
 
     def fits(self, tokens: int) -> bool:
         return self._used + tokens <= self._room
@@ -127,9 +120,9 @@ class DraftRows:
             Segment(ids=entry.ids, start=entry.start, slot=sequence.reservation.slot, blocks=sequence.blocks)
             for sequence, entry in waiting.items()
         ]
-        pieces = [self._taps[first:end] for entry in waiting.values() for first, end in entry.taps]
+        pieces = [piece for entry in waiting.values() for piece in entry.taps]
         started = time.perf_counter()
-        failed = self._attempt(lambda: self._drafter.write_rows(segments, joined(pieces), self._pools.rows))
+        failed = self._attempt(lambda: self._drafter.write_rows(segments, self._joined(pieces), self._pools.rows))
         self.seconds += time.perf_counter() - started
         if failed is None:
             return None
@@ -137,6 +130,17 @@ class DraftRows:
         for sequence, entry in waiting.items():
             self._cold(sequence, entry.start + len(entry.ids))
         return failed
+
+    def _joined(self, pieces: Sequence[tuple[int, int]]) -> torch.Tensor:
+        """The taps of all pieces, in order: one look-up, since a view of each would cost more than its rows."""
+        assert self._taps is not None
+        first, end = pieces[0]
+        if len(pieces) == 1:
+            return self._taps[first:end]
+        places = array("q")
+        for first, end in pieces:
+            places.extend(range(first, end))
+        return self._taps.index_select(0, torch.frombuffer(places, dtype=torch.int64))
 
     def give_up(self) -> None:
         """From now on nothing is written; what waits is cold."""

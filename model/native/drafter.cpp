@@ -160,41 +160,45 @@ void Drafter::rotate(float* x, int row) const {
     }
 }
 
+// Rows of all segments together: a row needs no other, and few at a time would stream the weights anew for each few.
 void Drafter::write(const DraftRows& work) {
     const DraftConfig& c = config;
     const Matrix& context = globals.matrix(DraftMatrix::kContext);
-    const float* taps = work.taps;
-    const int32_t* blocks = work.blocks;
     const ptrdiff_t tapped = ptrdiff_t(c.taps) * c.hidden, wide = round16(c.row_width());
+    places_.clear();
+    const int32_t* blocks = work.blocks;
     for (int s = 0; s < work.num_segments; blocks += work.num_blocks[s], ++s)
-        for (int done = 0; done < work.tokens[s];) {
-            const int n = min_int(kMaxRows, work.tokens[s] - done);
-            share(double(n) * context.n * context.k / kFloatMacs);
-            reserve(n);
-            GemmJob whole;
-            whole.w = &context, whole.a = taps, whole.lda = tapped, whole.m = n, whole.c = x_.data, whole.ldc = x_.stride;
-            gemm.run(whole);
-            for (int i = 0; i < n; ++i) {
-                rms_norm(x_.row(i), globals.vector(DraftVector::kContextNorm), c.hidden, c.eps, x_.row(i));
-                turns(i, work.start[s] + done + i);
-            }
-            jobs_.assign(size_t(c.layers), GemmJob{});
-            for (int l = 0; l < c.layers; ++l) {
-                GemmJob& job = jobs_[size_t(l)];
-                job.w = &layers[size_t(l)].matrix(DraftMatrix::kRows);
-                job.a = x_.data, job.lda = x_.stride, job.m = n, job.c = q_.data + l * wide, job.ldc = q_.stride;
-            }
-            gemm.run(jobs_.data(), c.layers);
-            for (int i = 0; i < n; ++i)
-                for (int l = 0; l < c.layers; ++l) {
-                    const float* from = q_.row(i) + l * wide;
-                    float* to = work.pool.row(c, blocks, l, work.start[s] + done + i);
-                    rms_norm(from, layers[size_t(l)].vector(DraftVector::kRowNorm), c.kv_lora, c.eps, to);
-                    std::memcpy(to + c.kv_lora, from + c.kv_lora, size_t(c.rope) * 4);
-                    rotate(to + c.kv_lora, i);
-                }
-            taps += tapped * n, done += n;
+        for (int t = 0; t < work.tokens[s]; ++t) places_.push_back({blocks, work.start[s] + t});
+    const int total = int(places_.size());
+    for (int first = 0, n; first < total; first += n) {
+        n = min_int(kMaxRows, total - first);
+        const Place* place = places_.data() + first;
+        share(double(n) * context.n * context.k / kFloatMacs);
+        reserve(n);
+        GemmJob whole;
+        whole.w = &context, whole.a = work.taps + tapped * first, whole.lda = tapped, whole.m = n;
+        whole.c = x_.data, whole.ldc = x_.stride;
+        gemm.run(whole);
+        for (int i = 0; i < n; ++i) {
+            rms_norm(x_.row(i), globals.vector(DraftVector::kContextNorm), c.hidden, c.eps, x_.row(i));
+            turns(i, place[i].position);
         }
+        jobs_.assign(size_t(c.layers), GemmJob{});
+        for (int l = 0; l < c.layers; ++l) {
+            GemmJob& job = jobs_[size_t(l)];
+            job.w = &layers[size_t(l)].matrix(DraftMatrix::kRows);
+            job.a = x_.data, job.lda = x_.stride, job.m = n, job.c = q_.data + l * wide, job.ldc = q_.stride;
+        }
+        gemm.run(jobs_.data(), c.layers);
+        for (int i = 0; i < n; ++i)
+            for (int l = 0; l < c.layers; ++l) {
+                const float* from = q_.row(i) + l * wide;
+                float* to = work.pool.row(c, place[i].blocks, l, place[i].position);
+                rms_norm(from, layers[size_t(l)].vector(DraftVector::kRowNorm), c.kv_lora, c.eps, to);
+                std::memcpy(to + c.kv_lora, from + c.kv_lora, size_t(c.rope) * 4);
+                rotate(to + c.kv_lora, i);
+            }
+    }
 }
 
 // The requests, longest first, so that those that still draft are always the first ones.

@@ -125,6 +125,10 @@ private:
         ptrdiff_t stride = 0;
         float* row(int64_t r) const { return data + r * stride; }
     };
+    struct Place {
+        const int32_t* blocks;
+        int64_t position;
+    };
     struct Request {  // one of a pass, longest first
         int index, row0, length, at;  // at: in the caller's arrays; row0: of the slots
         int64_t position, first;
@@ -156,6 +160,7 @@ private:
     float confide(const Request& request, int slot) const;
     void choose(const DraftPass& work, Request& request, int slot, float* logits, const DraftTop* tops, float* sums);
 
+    std::vector<Place> places_;  // of the rows that are written
     std::vector<Request> requests_;
     int rows_ = 0;  // slots of the pass in work
     Buffer h_, x_, q_, own_, query_, latent_, mixed_, wide_, turn_;  // own_: the slots' rows, behind q_'s queries
