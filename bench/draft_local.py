@@ -28,7 +28,7 @@ from model.ngram import NgramDrafter
 
 BLOCK_TOKENS = 64
 AT_ONCE = 8
-READ_LEN_MAX = 15  # as decode has it by default
+READ_LEN_MAX = 31  # as decode has it by default
 PARTS = ("forward", "sample", "fold")  # of a step's total; drafts, and most rows, are made between steps
 COSTS = (*PARTS, "draft", "rows", "total")
 
