@@ -25,7 +25,8 @@ OWN_RATE, ALL_RATE = 1 / 12, 1 / 64  # how fast a sequence's own chances and tho
 OWN_FEW, ALL_FEW = 2, 8  # as if so many drafts had been seen before the first
 BIAS_RATE = 0.1
 BIAS_MAX = 4.0
-DOUBT = 0.3  # what may be better than it is known, of a sequence without drafts so far
+DOUBT = 0.3  # what may be better than it is known, where no draft was judged so far
+DOUBT_OTHERS = 1 / 8  # what a draft of others that draw alike says of a sequence, beside one of its own
 GAIN_MIN = 1.06  # drafting that promises less is not worth its risk: sequences that end apart leave smaller steps
 PRICE_MIN, PRICE_MAX = 0.02, 0.95
 # Where drafts do not pay they are probed for a share of the time, for all sequences and some steps in a row: behind
@@ -60,13 +61,15 @@ class Acceptance:
     """How well drafts do: of one sequence, or of all that draw alike.
 
     kept: for each slot, the chance that its token is kept, given that those before it are; bias: what is added to
-    the log odds of the drafter's confidence; ideas: the chance that there is a draft at all; seen: drafts judged.
+    the log odds of the drafter's confidence; ideas: the chance that there is a draft at all; seen: drafts judged;
+    others: those of other sequences that it began with.
     """
 
     kept: list[float]
     bias: float = 0.0
     ideas: float = 1.0
     seen: int = 0
+    others: int = 0
 
     def observe(
         self, confidence: Sequence[float], outcomes: Sequence[bool], *, few: int, rate: float, slots: bool = True
@@ -92,7 +95,7 @@ class Acceptance:
 
     def survival(self, length: int) -> list[float]:
         """For each slot, the chance that its token and all before it are kept, what is unknown taken hopefully."""
-        doubt, chance = DOUBT / (1 + self.seen), self.ideas
+        doubt, chance = DOUBT / (1.0 + self.seen + DOUBT_OTHERS * self.others), self.ideas
         chances = []
         for kept in self.kept[:length]:
             chance *= min(kept + doubt * (1.0 - kept), 1.0)
@@ -149,7 +152,7 @@ class DraftPolicy:
         """What is expected of a new sequence: what others that draw alike came to. `read`: of drafts that are read
         from its text, which say themselves how good they are."""
         prior = self._prior(draws, read)
-        return replace(prior, kept=list(prior.kept), seen=0)
+        return replace(prior, kept=list(prior.kept), seen=0, others=prior.seen)
 
     def plan(self, known: Sequence[Acceptance], caps: Sequence[int]) -> Plan | None:
         """For the sequences of the next step, each with the longest draft that it has room for; None: draft nothing.

@@ -81,6 +81,7 @@ class Speculator:
         self.records = mapped_floats(settings.max_batch_sequences, record) if self.length_max else None
         self._faults: Counter[str] = Counter()  # in a row, of rows and of drafts
         self._draft_s = 0.0
+        self._looked_s = 0.0  # for drafts that were read for the next step
         self._ignored: Counter[str] = Counter()
         self._idle = 0  # steps for which nothing will be looked for: neither texts nor the policy have any hope
 
@@ -128,7 +129,10 @@ class Speculator:
             return []
         if not self.length_max or not sequences or not self.on or self.policy.pauses():
             return []
+        started = time.perf_counter()
         offers = self._read(sequences) if self._reader is not None else []
+        if offers:
+            self._looked_s = time.perf_counter() - started
         if self.policy.rests(len(sequences)):
             if not offers and all(drafting_of(sequence).quiet >= QUIET for sequence in sequences):
                 # Until a text is looked into again, see `_read`: each plain step draws one token.
@@ -145,7 +149,6 @@ class Speculator:
         self.write_rows()  # first: where it fails the requests must know from where on rows are valid
         if not self.on:
             return []
-        started = time.perf_counter()
         requests = [request_for(sequence, length) for sequence, length in asked]
         proposals = self._asked(asked, requests)
         if not self.on:
@@ -153,6 +156,7 @@ class Speculator:
         if proposals is not None:
             offers += self._chosen(asked, proposals, plan)
         slots = sum(length for _, length in asked) + len(asked)
+        self._looked_s = 0.0  # all that a draft takes is charged to it: looks, rows that would have waited, checks
         self.policy.drafted(requests=len(asked), slots=slots, seconds=time.perf_counter() - started)
         return offers
 
@@ -198,7 +202,9 @@ class Speculator:
     def ran(self, step: Step, seconds: float) -> None:
         """The whole step took so long, its tokens handed out."""
         if step.num_prompt_tokens == 0:
+            seconds += self._looked_s if step.verification is not None else 0.0
             self.policy.ran(sequences=len(step.sequences), tokens=step.num_decode_tokens, seconds=seconds)
+        self._looked_s = 0.0
 
     # -- details --------------------------------------------------------------------------------------------------
 

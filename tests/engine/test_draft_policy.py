@@ -256,3 +256,16 @@ def test_a_size_that_was_never_seen_lies_between_its_neighbours():
             costs.observe(1, tokens, seconds)
     between = costs.estimate(1, 6)
     assert between is not None and 0.7e-3 < between < 1.5e-3
+
+
+def test_a_new_sequence_is_not_drafted_for_where_others_showed_that_it_does_not_pay():
+    machine = Machine(sequences=1, kept=0.2, per_token=3e-4, draft_s=3e-4)
+    machine.run(2000)
+    tried = 0
+    for _ in range(20):
+        machine.known = [machine.policy.begin(draws="greedy")]
+        machine.lengths = []
+        for _ in range(100):
+            machine.step()
+        tried += sum(length > 0 for length in machine.lengths)
+    assert tried < 0.02 * 20 * 100  # probes alone
