@@ -31,8 +31,8 @@ GAIN_MIN = 1.06  # drafting that promises less is not worth its risk: sequences 
 PRICE_MIN, PRICE_MAX = 0.02, 0.95
 # Where drafts do not pay they are probed for a share of the time, for all sequences and some steps in a row: behind
 # plain steps a drafter's weights and the other cores are cold, and a draft alone takes twice as long as one of many.
-PROBE_SHARE = 0.01
-PROBE_STEPS = 8
+PROBE_SHARE = 0.005  # besides, the plain steps behind a probe are slow ones
+PROBE_STEPS = 6
 PROBE_LEN = 3  # at most: 1, 2 and so on in turn
 CREDIT_MAX_S = 1.0
 LOOK_AGAIN = 64  # steps after which a choice not to draft is thought over; and between plain steps where it pays

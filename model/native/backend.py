@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from model.native.loader import WeightSource
     from model.progress import LayerProgress
 
+TAPS_KNOWN_MAX = 4096  # views of taps that are remembered
 WRONG_PASS = 2  # mr_forward: refused before anything was touched
 
 
@@ -83,6 +84,7 @@ class NativeBackend:
         self.config = config
         self.draft_width = 0
         self._num_taps = 0
+        self._taps: dict[int, _Known] = {}
         self._layouts: dict[tuple[int, int], PoolLayout] = {}
         # A serving process has its pools and records for life: what was found of them is not looked for again.
         self._rows: _Known | None = None
@@ -137,6 +139,7 @@ class NativeBackend:
         if self._lib.mr_taps(self._handle, chosen.buffer_info()[0], len(chosen)):
             raise BatchError(self._lib.mr_error().decode())
         self._num_taps = len(chosen)
+        self._taps.clear()
 
     def forward(
         self,
@@ -149,10 +152,6 @@ class NativeBackend:
         taps: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See `Backend.forward`. Raises BatchError (nothing touched) or MemoryError (rows and state undefined)."""
-        if taps is not None:
-            expected = (sum(len(s.ids) for s in segments), self._num_taps, self.config.hidden_size)
-            if not self._num_taps or taps.shape != expected or taps.dtype != torch.float32:
-                raise BatchError(f"taps: expected fp32 {list(expected)}, found {list(taps.shape)}")
         try:
             numbers, facts, num_logits = _packed(segments)
         except OverflowError as error:
@@ -162,9 +161,10 @@ class NativeBackend:
             self._set_rows(rows)
             self._set_state(state)
             self._set_records(records)
+            self._set_taps(taps, segments)
             out = torch.empty((num_logits, self.config.vocab_size))
             work.num_segments, work.numbers, work.facts = len(segments), _address(numbers), _address(facts)
-            work.out, work.taps = out.data_ptr(), None if taps is None else taps.data_ptr()
+            work.out = out.data_ptr()
             work.progress = None if progress is None else progress.address
             status = self._lib.mr_forward(self._handle, work)
             if status:
@@ -230,6 +230,23 @@ class NativeBackend:
             known = self._records = self._known(records, tokens)
         work.records, work.record_tokens = known.address, known.tokens
         work.num_records, work.record_floats = known.shape
+
+    def _set_taps(self, taps: torch.Tensor | None, segments: Sequence[Segment]) -> None:
+        """Views that come round again are looked at once: what torch says of one takes longer than filling it."""
+        if taps is None:
+            self._pass.taps = None
+            return
+        tokens = len(segments[0].ids) if len(segments) == 1 else sum([len(s.ids) for s in segments])
+        known = self._taps.get(id(taps))
+        if known is None or known.tokens != tokens or not known.is_still(taps, self.draft_width):
+            expected = (tokens, self._num_taps, self.config.hidden_size)
+            fits = taps.shape == expected and taps.dtype == torch.float32 and taps.is_contiguous()
+            if not self._num_taps or not fits:
+                raise BatchError(f"taps: expected contiguous fp32 {list(expected)}, found {list(taps.shape)}")
+            if len(self._taps) >= TAPS_KNOWN_MAX:
+                self._taps.clear()
+            known = self._taps[id(taps)] = self._known(taps, tokens)
+        self._pass.taps = known.address
 
     def _known(self, tensor: torch.Tensor, tokens: int) -> _Known:
         shape = (tensor.shape[0], tensor.shape[1])

@@ -12,7 +12,9 @@ from engine.draft_policy import (
     DRAFTED_RUN,
     PLAIN_RUN,
     PLAIN_WARM,
+    PROBE_LEN,
     PROBE_SHARE,
+    PROBE_STEPS,
     STRETCH_MAX,
     DraftPolicy,
     Plan,
@@ -90,7 +92,8 @@ def test_drafts_that_are_kept_are_made_and_pay():
 def test_drafts_that_do_not_pay_are_left_out_but_for_a_small_share(sequences, kept, per_token):
     machine = Machine(sequences=sequences, kept=kept, per_token=per_token, draft_s=3e-4)
     assert machine.run(3000) > 0.95 * machine.plain
-    assert machine.drafting_s < 3 * PROBE_SHARE * machine.seconds
+    probe_s = PROBE_STEPS * (machine.draft_s + PROBE_LEN * sequences * per_token)  # one may just have been saved for
+    assert machine.drafting_s < 3 * PROBE_SHARE * machine.seconds + probe_s
     assert any(machine.lengths) or machine.policy._credit_s > 0  # it goes on trying, or saves up for it
 
 
@@ -258,14 +261,12 @@ def test_a_size_that_was_never_seen_lies_between_its_neighbours():
     assert between is not None and 0.7e-3 < between < 1.5e-3
 
 
-def test_a_new_sequence_is_not_drafted_for_where_others_showed_that_it_does_not_pay():
-    machine = Machine(sequences=1, kept=0.2, per_token=3e-4, draft_s=3e-4)
-    machine.run(2000)
-    tried = 0
-    for _ in range(20):
-        machine.known = [machine.policy.begin(draws="greedy")]
-        machine.lengths = []
-        for _ in range(100):
-            machine.step()
-        tried += sum(length > 0 for length in machine.lengths)
-    assert tried < 0.02 * 20 * 100  # probes alone
+def test_a_new_sequence_is_expected_to_do_as_others_that_draw_alike_did():
+    """Much is hoped where nobody knows yet, and nothing where many drafts were judged."""
+    policy = DraftPolicy(len_max=SLOTS)
+    assert policy.begin(draws="greedy").survival(1)[0] > 0.75
+    one = policy.begin(draws="greedy")
+    for _ in range(200):
+        policy.judged(one, [0.5], [False], draws="greedy")
+    assert policy.begin(draws="greedy").survival(1)[0] < 0.1
+    assert policy.begin(draws="sampled").survival(1)[0] > 0.75
