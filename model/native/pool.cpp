@@ -13,16 +13,15 @@ namespace mr {
 namespace {
 
 // How long an idle worker, or a caller whose tasks ran out, looks before it sleeps: longer than the gaps inside one
-// forward pass, and short enough that resting costs nothing and a preempted partner soon gets the core.
+// forward pass, and short enough that resting costs nothing and a preempted partner soon gets the core. Never a yield:
+// where somebody else is on the core, Linux 6.18 takes a whole turn from who yields, and the worker missed its passes.
 constexpr std::chrono::microseconds kSpin{60};
-
-// From then on a worker lets others have the core, but stays awake over the gaps between a draft's verification, its
-// fold, the next draft and the next verification: being woken takes 15 us.
-constexpr std::chrono::microseconds kLinger{150};
 
 inline void pause() {
 #if defined(__x86_64__)
     _mm_pause();
+#elif defined(__aarch64__)
+    asm volatile("yield");  // to the core's other thread, not to the scheduler
 #else
     std::this_thread::yield();
 #endif
@@ -37,16 +36,6 @@ bool spin(const Ready& ready) {
             pause();
         }
     } while (std::chrono::steady_clock::now() < end);
-    return false;
-}
-
-template <class Ready>
-bool linger(const Ready& ready) {
-    const auto end = std::chrono::steady_clock::now() + kLinger;
-    while (std::chrono::steady_clock::now() < end) {
-        if (ready()) return true;
-        std::this_thread::yield();
-    }
     return false;
 }
 
@@ -125,7 +114,7 @@ bool Workers::run(int tasks, Call call, const void* ctx) {
 void Workers::worker(int thread) {
     const auto called = [this] { return ready(); };
     while (!stop_.load(std::memory_order_relaxed)) {
-        if (spin(called) || linger(called)) {
+        if (spin(called)) {
             work(thread);
             continue;
         }
