@@ -339,9 +339,8 @@ class Scheduler:
             events.append((sequence, SnapshotTaken(tokens=kept[0], slot=kept[1])))
         first = self.ledger.draft_first(sequence.reservation) if self.has_drafter else None
         self.ledger.detach(sequence.reservation)
-        drafting = sequence.drafting.report() if sequence.drafting is not None else None
-        ended = Finished(reason=reason, tokens_in_state=sequence.consumed, draft_first=first, draft=drafting)
-        events.append((sequence, ended))
+        draft, consumed = sequence.draft_report, sequence.consumed
+        events.append((sequence, Finished(reason=reason, tokens_in_state=consumed, draft_first=first, draft=draft)))
         return events
 
     def _fail(self, sequence: LiveSequence, error: ServeError) -> tuple[LiveSequence, EngineEvent]:

@@ -258,6 +258,15 @@ class DraftPolicy:
                 return
         self.steps.observe(sequences, tokens, seconds)
 
+    def coasted(self, *, sequences: int, seconds: Sequence[float]) -> None:
+        """Plain steps behind which nobody asked anything."""
+        self._credit_s = min(self._credit_s + PROBE_SHARE * sum(seconds), max(CREDIT_MAX_S, self._probe_s))
+        self._still += len(seconds)
+        self._ran += len(seconds)
+        self._plain += len(seconds)
+        if self._plain > PLAIN_WARM:
+            self.steps.observe(sequences, sequences, seconds[-1])
+
     def drafted(self, *, requests: int, slots: int, seconds: float) -> None:
         if self._plain < PLAIN_COLD:
             self.drafts.observe(requests, slots, seconds)

@@ -6,8 +6,7 @@ import time
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -20,7 +19,6 @@ from model.drafting import DraftModel
 
 BACKLOG_TOKENS_MAX = 128  # whose rows are not written yet: one product for many is several times cheaper than for one
 TAPS_SPARE = 4 * BACKLOG_TOKENS_MAX  # taps of refused tokens lie between those that are waited with
-VIEWS_MAX = 1024  # of the taps, one a place and size: making one costs as much as looking a draft up
 KEEPS_ALL: Mapping[int, int] = {}
 
 
@@ -39,17 +37,13 @@ class _Consumed:
     taps: list[tuple[int, int]] = field(default_factory=list)
 
 
-class _Pass(NamedTuple):
-    """Whose taps begin at `at`; `kept` tokens of its verified segments count."""
-
-    at: int
-    sequences: Sequence[LiveSequence]
-    segments: Sequence[Segment]
-    kept: Mapping[int, int]
+# Whose taps begin at which row, and how many tokens of its verified segments count.
+_Pass = tuple[int, Sequence[LiveSequence], Sequence[Segment], Mapping[int, int]]
 
 
 class DraftRows:
-    """Owns the taps. `cold` is told from where on a sequence's rows are valid, when some were not written."""
+    """Owns the taps, [room, num_taps, hidden], which passes fill from row `used` on; None where nobody reads them.
+    `cold` is told from where on a sequence's rows are valid, when some were not written."""
 
     def __init__(
         self,
@@ -62,16 +56,14 @@ class DraftRows:
         cold: Callable[[LiveSequence, int], None],
     ) -> None:
         self._drafter, self._pools, self._attempt, self._cold = drafter, pools, attempt, cold
-        self._taps: torch.Tensor | None = None
-        self._room = 0
+        self.taps: torch.Tensor | None = None
+        self.room = 0  # tokens
         if drafter.target_layers:
             backend.tap(drafter.target_layers)
-            self._room = settings.max_batch_tokens + TAPS_SPARE
+            self.room = settings.max_batch_tokens + TAPS_SPARE
             floats = len(drafter.target_layers) * backend.config.hidden_size
-            taps = mapped_floats(self._room, floats).view(self._room, len(drafter.target_layers), -1)
-            self._taps = taps
-            self._view = lru_cache(VIEWS_MAX)(lambda first, end: taps[first:end])
-        self._used = 0  # by passes whose rows are not written yet
+            self.taps = mapped_floats(self.room, floats).view(self.room, len(drafter.target_layers), -1)
+        self.used = 0  # by passes whose rows are not written yet
         self._passes: list[_Pass] = []
         self._failed: set[LiveSequence] = set()
         self.on = True
@@ -85,22 +77,14 @@ class DraftRows:
     @property
     def due(self) -> bool:
         """Whether so much waits that writing is cheap."""
-        return self._used >= BACKLOG_TOKENS_MAX
-
-    def fits(self, tokens: int) -> bool:
-        return self._used + tokens <= self._room
-
-    def taps(self, tokens: int) -> torch.Tensor | None:
-        """[tokens, num_taps, hidden], for the next pass to fill; None where nobody would read them."""
-        return None if self._taps is None or not self.on else self._view(self._used, self._used + tokens)
+        return self.used >= BACKLOG_TOKENS_MAX
 
     def consumed(self, step: Step) -> None:
         """The pass ran and is settled: what its sequences keep will need rows."""
-        verification = step.verification
-        kept = verification.kept if verification is not None else KEEPS_ALL
-        if self.on and self._taps is not None:
-            self._passes.append(_Pass(self._used, step.sequences, step.segments, kept))
-            self._used += step.num_prompt_tokens + step.num_decode_tokens
+        kept = step.verification.kept if step.verification is not None else KEEPS_ALL
+        if self.taps is not None:
+            self._passes.append((self.used, step.sequences, step.segments, kept))
+            self.used += step.num_prompt_tokens + step.num_decode_tokens
         elif self._drafter.draft_width:
             for index, (sequence, segment) in enumerate(zip(step.sequences, step.segments, strict=True)):
                 self._cold(sequence, segment.start + kept.get(index, len(segment.ids)))
@@ -115,7 +99,7 @@ class DraftRows:
         waiting = self._waiting()
         if not waiting:
             return None
-        assert self._taps is not None
+        assert self.taps is not None
         segments = [
             Segment(ids=entry.ids, start=entry.start, slot=sequence.reservation.slot, blocks=sequence.blocks)
             for sequence, entry in waiting.items()
@@ -133,18 +117,18 @@ class DraftRows:
 
     def _joined(self, pieces: Sequence[tuple[int, int]]) -> torch.Tensor:
         """The taps of all pieces, in order: one look-up, since a view of each would cost more than its rows."""
-        assert self._taps is not None
+        assert self.taps is not None
         first, end = pieces[0]
         if len(pieces) == 1:
-            return self._taps[first:end]
+            return self.taps[first:end]
         places = array("q")
         for first, end in pieces:
             places.extend(range(first, end))
-        return self._taps.index_select(0, torch.frombuffer(places, dtype=torch.int64))
+        return self.taps.index_select(0, torch.frombuffer(places, dtype=torch.int64))
 
     def give_up(self) -> None:
         """From now on nothing is written; what waits is cold."""
-        self.on = False
+        self.on, self.taps = False, None
         for sequence, entry in self._waiting().items():
             self._cold(sequence, entry.start + len(entry.ids))
 
@@ -152,10 +136,9 @@ class DraftRows:
         """What is to be written, in order; none waits afterwards. Passes of a sequence follow one another, and so do
         their taps where nothing lies between."""
         waiting: dict[LiveSequence, _Consumed] = {}
-        for run in self._passes:
-            at = run.at
-            for index, (sequence, segment) in enumerate(zip(run.sequences, run.segments, strict=True)):
-                tokens = run.kept.get(index, len(segment.ids))
+        for at, sequences, segments, kept in self._passes:
+            for index, (sequence, segment) in enumerate(zip(sequences, segments, strict=True)):
+                tokens = kept.get(index, len(segment.ids))
                 if sequence not in self._failed:
                     entry = waiting.get(sequence)
                     if entry is None:
@@ -168,5 +151,5 @@ class DraftRows:
                 at += len(segment.ids)
         self._passes.clear()
         self._failed.clear()
-        self._used = 0
+        self.used = 0
         return waiting

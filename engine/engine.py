@@ -240,9 +240,7 @@ class Engine:
             self._observer.step_done(step_report(step, ran, work, time.perf_counter() - started_s))
         self._deliver(events, freed=freed)
         if self._speculator is not None:
-            if isinstance(ran, Ran):
-                self._speculator.ran(step, time.perf_counter() - started_s)
-            self._draft(step, self._speculator)
+            self._after(step, isinstance(ran, Ran), self._speculator, started_s)
         return True
 
     def _main(self) -> None:
@@ -285,7 +283,7 @@ class Engine:
         if speculator is None:
             return self._runner.run(step, self.progress)
         verifier, records = speculator.backend, None if step.verification is None else speculator.records
-        ran = self._runner.run_drafted(verifier, step, self.progress, records, speculator.taps(step))
+        ran = self._runner.run_drafted(verifier, step, self.progress, records, *speculator.taps(step))
         if step.verification is not None:
             assert records is not None
             with self._wake:
@@ -295,10 +293,8 @@ class Engine:
 
     # -- drafting -------------------------------------------------------------------------------------------------
 
-    def _before_reap(self, speculator: Speculator) -> int | None:
-        """How many of the cancelled to end now, None: all. Their blocks are not ours to write to any more then."""
-        if not speculator.rows.behind:
-            return None
+    def _before_reap(self, speculator: Speculator) -> int:
+        """How many of the cancelled to end now. Their blocks are not ours to write to any more then."""
         doomed = self._core.num_cancelled  # of a list that only grows meanwhile
         if doomed:
             speculator.write_rows()
@@ -314,8 +310,13 @@ class Engine:
             speculator.write_rows()
         return speculator.judged(step, ran.drawn, time.perf_counter() - started_s)
 
-    def _draft(self, step: Step, speculator: Speculator) -> None:
-        """For those of the step that decode on: every sequence that decodes is in every step."""
+    def _after(self, step: Step, ran: bool, speculator: Speculator, started_s: float) -> None:
+        """Drafts for those of the step that decode on: every sequence that decodes is in every step."""
+        if ran:
+            seconds = time.perf_counter() - started_s
+            if speculator.coasts(step, seconds):
+                return
+            speculator.ran(step, seconds)
         going_on = [s for s in step.sequences if s.phase is Phase.DECODE and not s.cancelled]
         offers = speculator.propose(going_on)
         speculator.rest()
@@ -379,7 +380,7 @@ def report(sequence: LiveSequence, reason: EndReason | None, now_s: float) -> Se
         queue_s=_elapsed(times.submitted_s, times.planned_s),
         prefill_s=_elapsed(times.planned_s, times.first_token_s),
         decode_s=_elapsed(times.first_token_s, now_s),
-        draft=sequence.drafting.report() if sequence.drafting is not None else None,
+        draft=sequence.draft_report,
     )
 
 

@@ -51,13 +51,16 @@ class Runner:
         progress: LayerProgress,
         records: torch.Tensor | None,
         taps: torch.Tensor | None,
+        taps_at: int,
     ) -> Ran:
-        """`run` on the same backend with a drafter: verified segments leave records, and all tokens taps."""
+        """`run` on the same backend with a drafter: verified segments leave records, and all tokens taps,
+        from row `taps_at` on."""
         started = time.perf_counter()
         watched = progress if step.closing else None
         logits = backend.forward(
-            step.segments, self.pools.rows, self.pools.state, progress=watched, records=records, taps=taps
-        )
+            step.segments, self.pools.rows, self.pools.state,
+            progress=watched, records=records, taps=taps, taps_at=taps_at,
+        )  # fmt: skip
         return self._drawn(step, logits, started)
 
     def fold(self, backend: Verifier, step: Step, records: torch.Tensor) -> float:

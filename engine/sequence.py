@@ -99,17 +99,18 @@ class Drafting:
     drafted: int = 0
     accepted: int = 0
     verify_steps: int = 0
-    plain_steps: int = 0
+    kept: int = 0  # tokens that verified steps gave, their own among them
     draft_s: float = 0.0
     verify_s: float = 0.0
     saved_s: float = 0.0
 
-    def report(self) -> DraftReport:
+    def report(self, drawn: int) -> DraftReport:
+        """Of a sequence that drew so many tokens: the first by its prompt's own pass, the others one a plain step."""
         return DraftReport(
             drafted=self.drafted,
             accepted=self.accepted,
             verify_steps=self.verify_steps,
-            plain_steps=self.plain_steps,
+            plain_steps=max(0, drawn - 1 - self.kept),
             draft_s=self.draft_s,
             verify_s=self.verify_s,
             saved_s=self.saved_s,
@@ -167,6 +168,11 @@ class LiveSequence:
     def pending(self) -> int:
         """Ids that are known and not consumed: one while it decodes."""
         return max(self.prompt_end - self.consumed, 1)
+
+    @property
+    def draft_report(self) -> DraftReport | None:
+        """What drafting did so far; None: nobody drafts for it."""
+        return self.drafting.report(self.draws - self.draws_left) if self.drafting is not None else None
 
     def ids(self, count: int) -> Sequence[int]:
         """The next `count` ids to consume."""

@@ -84,6 +84,11 @@ def taken(sequence: LiveSequence, run: Sequence[SampledToken | ServeError]) -> i
 
 def some_end(step: Step, drawn: Sequence[Drawn]) -> bool:
     """Whether `Scheduler.complete` will end a sequence of the step."""
+    if step.verification is None and not step.num_prompt_tokens:
+        for sequence, answer in zip(step.sequences, drawn, strict=True):
+            if sequence.draws_left == 1 or not isinstance(answer, SampledToken) or answer.id in sequence.stop_ids:
+                return True
+        return False
     answers = iter(drawn)
     for sequence, segment in zip(step.sequences, step.segments, strict=True):
         if segment.logits == "none":

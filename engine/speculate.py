@@ -83,7 +83,12 @@ class Speculator:
         self._draft_s = 0.0
         self._looked_s = 0.0  # for drafts that were read for the next step
         self._ignored: Counter[str] = Counter()
-        self._idle = 0  # steps for which nothing will be looked for: neither texts nor the policy have any hope
+        # Steps behind which nothing will be looked for, since neither texts nor the policy have any hope; of as many
+        # sequences, and how long those took that are over.
+        self._coasts = self._coasting = 0
+        self._coasted_s: list[float] = []
+        self._steps = 0
+        self._alert = False  # some text will be looked into behind the next step
 
     @property
     def on(self) -> bool:
@@ -91,12 +96,12 @@ class Speculator:
 
     # -- rows -----------------------------------------------------------------------------------------------------
 
-    def taps(self, step: Step) -> torch.Tensor | None:
-        """[tokens of the step, num_taps, hidden], for the pass to fill; None where nobody would read them."""
-        tokens = step.num_prompt_tokens + step.num_decode_tokens
-        if not self.rows.fits(tokens):
+    def taps(self, step: Step) -> tuple[torch.Tensor | None, int]:
+        """[room, num_taps, hidden] and the row from which on the pass is to fill it; None where nobody would read."""
+        rows = self.rows
+        if rows.used + step.num_prompt_tokens + step.num_decode_tokens > rows.room:
             self.write_rows()
-        return self.rows.taps(tokens)
+        return rows.taps, rows.used
 
     def write_rows(self) -> None:
         """Of all that was consumed."""
@@ -116,17 +121,27 @@ class Speculator:
 
     def begin(self, sequence: LiveSequence) -> None:
         """A sequence was submitted."""
-        self._idle = 0
         if self.length_max and not sequence.spec.hold_after_first:
             draws = draws_as(sequence)
             readings = self.policy.begin(draws=draws, read=True)
             sequence.drafting = Drafting(draws=draws, acceptance=self.policy.begin(draws=draws), readings=readings)
 
+    def coasts(self, step: Step, seconds: float) -> bool:
+        """Whether nothing is left to do behind a step, which took so long: of most, where drafting does not pay."""
+        if step.verification is not None or step.num_prompt_tokens or len(step.sequences) != self._coasting:
+            return False
+        if not self._coasts:
+            return False
+        self._coasts -= 1
+        self._steps += 1
+        self._coasted_s.append(seconds)
+        self.rest()
+        return True
+
     def propose(self, sequences: Sequence[LiveSequence]) -> list[tuple[LiveSequence, Draft]]:
         """Drafts for sequences that decode on, as far as that pays: read from their texts, else the drafter's."""
-        if self._idle and self.policy.rests(len(sequences)):
-            self._idle -= 1
-            return []
+        self._steps += 1
+        self._coasts = 0
         if not self.length_max or not sequences or not self.on or self.policy.pauses():
             return []
         started = time.perf_counter()
@@ -134,9 +149,8 @@ class Speculator:
         if offers:
             self._looked_s = time.perf_counter() - started
         if self.policy.rests(len(sequences)):
-            if not offers and all(drafting_of(sequence).quiet >= QUIET for sequence in sequences):
-                # Until a text is looked into again, see `_read`: each plain step draws one token.
-                self._idle = min((sequence.draws_left - 1) % RARELY for sequence in sequences)
+            if not offers and not self._alert:
+                self._coasts, self._coasting = (-self._steps - 1) % RARELY, len(sequences)  # until `_read` looks
             return offers
         found = {id(sequence) for sequence, _ in offers}
         known = [drafting_of(sequence).acceptance for sequence in sequences]
@@ -163,9 +177,6 @@ class Speculator:
     def judged(self, step: Step, drawn: Sequence[Drawn], seconds: float) -> DraftWork:
         """What became of the drafts of the step, which took `seconds` so far. Before `complete`."""
         if step.verification is None:
-            for sequence in step.sequences:
-                if sequence.drafting is not None and sequence.last_id is not None:
-                    sequence.drafting.plain_steps += 1
             return self._work(0, 0)
         tokens = step.num_prompt_tokens + step.num_decode_tokens
         plain_s = self.policy.plain_s(len(step.sequences)) if not step.num_prompt_tokens else None
@@ -173,15 +184,13 @@ class Speculator:
         num_drafted = num_accepted = 0
         for index, sequence in enumerate(step.sequences):
             drafting = sequence.drafting
-            if drafting is None or sequence.last_id is None:
-                continue
-            if index not in draws:
-                drafting.plain_steps += 1
+            if drafting is None or index not in draws:
                 continue
             run, kept = drawn[draws[index]], step.verification.kept[index]
             assert isinstance(run, tuple)
             length, passed = len(step.segments[index].ids) - 1, min(kept, len(run) - 1)
             drafting.verify_steps += 1
+            drafting.kept += kept
             drafting.drafted += length
             drafting.accepted += passed
             drafting.verify_s += seconds * (length + 1) / tokens
@@ -201,6 +210,9 @@ class Speculator:
 
     def ran(self, step: Step, seconds: float) -> None:
         """The whole step took so long, its tokens handed out."""
+        if self._coasted_s:
+            self.policy.coasted(sequences=self._coasting, seconds=self._coasted_s)
+            self._coasted_s.clear()
         if step.num_prompt_tokens == 0:
             seconds += self._looked_s if step.verification is not None else 0.0
             self.policy.ran(sequences=len(step.sequences), tokens=step.num_decode_tokens, seconds=seconds)
@@ -211,15 +223,17 @@ class Speculator:
     def _read(self, sequences: Sequence[LiveSequence]) -> list[tuple[LiveSequence, Draft]]:
         """Drafts that stand in the texts, where they promise to pay. They cost next to nothing: no rows, no pass."""
         count, asked, pays = len(sequences), [], dict[bool, bool]()
+        self._alert = False
         for sequence in sequences:
             drafting = drafting_of(sequence)
-            if drafting.quiet >= QUIET and sequence.draws_left % RARELY:
+            if drafting.quiet >= QUIET and self._steps % RARELY:
                 continue
             drawn = sequence.spec.sampling.temperature > 0.0
             if drawn not in pays:
                 pays[drawn] = self.policy.reads(count, drawn=drawn)
             if pays[drawn] and sequence.draws_left > 1:
                 drafting.quiet += 1
+                self._alert |= drafting.quiet < QUIET
                 asked.append((sequence, min(sequence.draws_left - 1, self.read_max), drawn))
         if not asked:
             return []

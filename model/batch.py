@@ -154,12 +154,13 @@ class Verifier(Backend, Protocol):
         progress: LayerProgress | None = None,
         records: torch.Tensor | None = None,
         taps: torch.Tensor | None = None,
+        taps_at: int = 0,
     ) -> torch.Tensor:
         """A segment with a `record` is verified: its rows are written, its slot stays, and `fold` advances it later.
         Logits, rows and what a fold leaves have the bits of stepping.
 
-        Shapes: records [num_records, record_floats(most tokens)] fp32; taps [tokens, num_taps, hidden] fp32 is filled
-                with the running sum (not the mix) after each tapped layer.
+        Shapes: records [num_records, record_floats(most tokens)] fp32; taps [room, num_taps, hidden] fp32 is filled,
+                from row `taps_at` on and for each token, with the running sum (not the mix) after each tapped layer.
         """
         ...
 

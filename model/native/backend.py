@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from model.native.loader import WeightSource
     from model.progress import LayerProgress
 
-TAPS_KNOWN_MAX = 4096  # views of taps that are remembered
 WRONG_PASS = 2  # mr_forward: refused before anything was touched
 
 
@@ -37,7 +36,7 @@ class _Known(NamedTuple):
     tensor: weakref.ref[torch.Tensor]
     address: int
     shape: tuple[int, int]
-    tokens: int  # of a block, or of a record
+    size: int  # tokens of a block or of a record; bytes of a token's taps
     draft_width: int
 
     def is_still(self, tensor: torch.Tensor, draft_width: int) -> bool:
@@ -84,12 +83,12 @@ class NativeBackend:
         self.config = config
         self.draft_width = 0
         self._num_taps = 0
-        self._taps: dict[int, _Known] = {}
         self._layouts: dict[tuple[int, int], PoolLayout] = {}
-        # A serving process has its pools and records for life: what was found of them is not looked for again.
+        # A serving process has its pools, records and taps for life: what was found of them is not looked for again.
         self._rows: _Known | None = None
         self._state: _Known | None = None
         self._records: _Known | None = None
+        self._taps: _Known | None = None
         self._pass = Pass()
         self._handle: int | None = None  # set first: __del__ runs even when the rest fails
         self._lib = lib or library()
@@ -139,7 +138,7 @@ class NativeBackend:
         if self._lib.mr_taps(self._handle, chosen.buffer_info()[0], len(chosen)):
             raise BatchError(self._lib.mr_error().decode())
         self._num_taps = len(chosen)
-        self._taps.clear()
+        self._taps = None
 
     def forward(
         self,
@@ -150,10 +149,11 @@ class NativeBackend:
         progress: LayerProgress | None = None,
         records: torch.Tensor | None = None,
         taps: torch.Tensor | None = None,
+        taps_at: int = 0,
     ) -> torch.Tensor:
-        """See `Backend.forward`. Raises BatchError (nothing touched) or MemoryError (rows and state undefined)."""
+        """See `Verifier.forward`. Raises BatchError (nothing touched) or MemoryError (rows and state undefined)."""
         try:
-            numbers, facts, num_logits = _packed(segments)
+            numbers, facts, num_tokens, num_logits = _packed(segments)
         except OverflowError as error:
             raise BatchError(f"an index is no 32-bit number: {error}") from error
         work = self._pass
@@ -161,7 +161,7 @@ class NativeBackend:
             self._set_rows(rows)
             self._set_state(state)
             self._set_records(records)
-            self._set_taps(taps, segments)
+            self._set_taps(taps, taps_at, num_tokens)
             out = torch.empty((num_logits, self.config.vocab_size))
             work.num_segments, work.numbers, work.facts = len(segments), _address(numbers), _address(facts)
             work.out = out.data_ptr()
@@ -203,7 +203,7 @@ class NativeBackend:
             if rest or block_tokens < 1:
                 raise BatchError(f"rows: {rows.shape[1]} floats a block is no multiple of {one.block_floats} a token")
             known = self._rows = self._known(rows, block_tokens)
-        work.rows, work.block_tokens = known.address, known.tokens
+        work.rows, work.block_tokens = known.address, known.size
         work.pool_blocks, work.block_floats = known.shape
 
     def _set_state(self, state: torch.Tensor) -> None:
@@ -228,29 +228,28 @@ class NativeBackend:
             if rest or tokens < 1:
                 raise BatchError(f"records: {records.shape[1]} floats are no whole number of tokens")
             known = self._records = self._known(records, tokens)
-        work.records, work.record_tokens = known.address, known.tokens
+        work.records, work.record_tokens = known.address, known.size
         work.num_records, work.record_floats = known.shape
 
-    def _set_taps(self, taps: torch.Tensor | None, segments: Sequence[Segment]) -> None:
-        """Views that come round again are looked at once: what torch says of one takes longer than filling it."""
+    def _set_taps(self, taps: torch.Tensor | None, at: int, tokens: int) -> None:
+        known, work = self._taps, self._pass
         if taps is None:
-            self._pass.taps = None
+            work.taps = None
             return
-        tokens = len(segments[0].ids) if len(segments) == 1 else sum([len(s.ids) for s in segments])
-        known = self._taps.get(id(taps))
-        if known is None or known.tokens != tokens or not known.is_still(taps, self.draft_width):
-            expected = (tokens, self._num_taps, self.config.hidden_size)
-            fits = taps.shape == expected and taps.dtype == torch.float32 and taps.is_contiguous()
-            if not self._num_taps or not fits:
-                raise BatchError(f"taps: expected contiguous fp32 {list(expected)}, found {list(taps.shape)}")
-            if len(self._taps) >= TAPS_KNOWN_MAX:
-                self._taps.clear()
-            known = self._taps[id(taps)] = self._known(taps, tokens)
-        self._pass.taps = known.address
+        if known is None or not known.is_still(taps, self.draft_width):
+            width, hidden = self._num_taps, self.config.hidden_size
+            flat = taps.dtype == torch.float32 and taps.is_contiguous()
+            if not width or not flat or taps.shape[1:] != (width, hidden):
+                expected = f"contiguous fp32 [tokens, {width}, {hidden}]"
+                raise BatchError(f"taps: expected {expected}, found {list(taps.shape)}")
+            known = self._taps = self._known(taps, taps.stride(0) * taps.element_size())
+        if at < 0 or at + tokens > known.shape[0]:
+            raise BatchError(f"taps: {tokens} tokens from row {at} on do not fit {known.shape[0]}")
+        work.taps = known.address + at * known.size
 
-    def _known(self, tensor: torch.Tensor, tokens: int) -> _Known:
+    def _known(self, tensor: torch.Tensor, size: int) -> _Known:
         shape = (tensor.shape[0], tensor.shape[1])
-        return _Known(weakref.ref(tensor), tensor.data_ptr(), shape, tokens, self.draft_width)
+        return _Known(weakref.ref(tensor), tensor.data_ptr(), shape, size, self.draft_width)
 
 
 def _must_be_flat(name: str, tensor: torch.Tensor) -> None:
@@ -259,9 +258,9 @@ def _must_be_flat(name: str, tensor: torch.Tensor) -> None:
         raise BatchError(f"{name}: expected a contiguous two-dimensional fp32 CPU tensor")
 
 
-def _packed(segments: Sequence[Segment]) -> tuple[array[int], array[int], int]:
-    """`numbers` and `facts` as `Pass` has them, and the rows of logits. Few and small objects: a pass leaves nothing
-    of the interpreter in the caches, so that every one of them is fetched anew."""
+def _packed(segments: Sequence[Segment]) -> tuple[array[int], array[int], int, int]:
+    """`numbers` and `facts` as `Pass` has them, the tokens and the rows of logits. Few and small objects: a pass
+    leaves nothing of the interpreter in the caches, so that every one of them is fetched anew."""
     numbers, facts, num_logits = array("i"), array("q"), 0
     for segment in segments:
         ids, mode, record = segment.ids, LOGITS_MODES[segment.logits], segment.record
@@ -270,9 +269,10 @@ def _packed(segments: Sequence[Segment]) -> tuple[array[int], array[int], int]:
         facts.extend(
             (len(ids), segment.start, segment.slot, mode, -1 if record is None else record, len(segment.blocks))
         )
+    num_tokens = len(numbers)
     for segment in segments:
         numbers.extend(segment.blocks)
-    return numbers, facts, num_logits
+    return numbers, facts, num_tokens, num_logits
 
 
 def _address(numbers: array[int]) -> int:

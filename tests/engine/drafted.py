@@ -33,7 +33,7 @@ class VerifyingToy(ToyBackend):
         self.config.hidden_size = 1
         assert list(layers) == [0]
 
-    def forward(self, segments, rows, state, *, progress=None, records=None, taps=None) -> torch.Tensor:
+    def forward(self, segments, rows, state, *, progress=None, records=None, taps=None, taps_at=0) -> torch.Tensor:
         self.batches.append([(s.start, len(s.ids)) for s in segments])
         assert len({s.slot for s in segments}) == len(segments)
         logits: list[np.ndarray] = []
@@ -45,7 +45,7 @@ class VerifyingToy(ToyBackend):
                 if segment.record is not None:
                     records[segment.record][index] = slot[0]
                 if taps is not None:
-                    taps[at] = slot[0]
+                    taps[taps_at + at] = slot[0]
                 last = index + 1 == len(segment.ids)
                 if segment.logits == "all" or (segment.logits == "last" and last):
                     logits.append(row())

@@ -61,7 +61,7 @@ class Language:
     def tap(self, layers) -> None:
         assert not layers
 
-    def forward(self, segments, rows, state, *, progress=None, records=None, taps=None) -> torch.Tensor:
+    def forward(self, segments, rows, state, *, progress=None, records=None, taps=None, taps_at=0) -> torch.Tensor:
         logits: list[np.ndarray] = []
         for segment in segments:
             logits += self._segment(segment, state, records)

@@ -48,8 +48,9 @@ class Run:
                 if prompt:
                     self.forward([Segment(ids=prompt, start=0, slot=twin, blocks=self.blocks[twin])])
 
-    def forward(self, segments: list[Segment], taps: torch.Tensor | None = None) -> torch.Tensor:
-        return self.engine.forward(segments, self.pools.rows, self.pools.state, records=self.records, taps=taps)
+    def forward(self, segments: list[Segment], taps: torch.Tensor | None = None, taps_at: int = 0) -> torch.Tensor:
+        pools, records = self.pools, self.records
+        return self.engine.forward(segments, pools.rows, pools.state, records=records, taps=taps, taps_at=taps_at)
 
     def verified(self, i: int, ids: list[int]) -> Segment:
         return Segment(
@@ -123,8 +124,12 @@ def test_taps_are_the_same_bits_in_any_batch_and_the_last_layer_may_be_one(name:
         segment = Segment(ids=[token], start=10 + j, slot=1, blocks=run.blocks[1], logits="none")
         run.forward([segment], taps=one)
         assert torch.equal(one[0], taps[j])
-    with pytest.raises(BatchError, match="taps"):
-        run.forward(segments, taps=torch.empty(6, 2, hidden))
+    spare = torch.full((10, 2, hidden), 7.0)
+    run.forward(segments, taps=spare, taps_at=2)
+    assert torch.equal(spare[2:9], taps) and (spare[:2] == 7.0).all() and (spare[9:] == 7.0).all()
+    for wrong, at in ((torch.empty(6, 2, hidden), 0), (spare, 4), (spare, -1), (torch.empty(9, 1, hidden), 0)):
+        with pytest.raises(BatchError, match="taps"):
+            run.forward(segments, taps=wrong, taps_at=at)
 
 
 def test_wrong_records_and_folds_touch_nothing() -> None:
