@@ -31,8 +31,8 @@ void Drafter::check() {
     const auto vector = [](const DraftLayer& l, int layer, DraftVector slot, int64_t n) {
         if (int64_t(l.vectors[int(slot)].size()) != n) misfit(layer, "vector", int(slot));
     };
-    matrix(globals, -1, DraftMatrix::kContext, c.hidden, c.taps * c.hidden);
     if (c.exact) {
+        matrix(globals, -1, DraftMatrix::kContext, c.hidden, c.taps * c.hidden);
         matrix(globals, -1, DraftMatrix::kHead, c.vocab, c.hidden);
         if (c.markov_rank) matrix(globals, -1, DraftMatrix::kMarkovOut, c.vocab, c.markov_rank);
     } else {
@@ -48,8 +48,8 @@ void Drafter::check() {
     }
     for (int i = 0; i < c.layers; ++i) {
         const DraftLayer& l = layers[size_t(i)];
-        matrix(l, i, DraftMatrix::kRows, c.row_width(), c.hidden);
         if (c.exact) {
+            matrix(l, i, DraftMatrix::kRows, c.row_width(), c.hidden);
             matrix(l, i, DraftMatrix::kQa, c.q_lora, c.hidden);
             matrix(l, i, DraftMatrix::kQb, c.heads * c.head_width(), c.q_lora);
             matrix(l, i, DraftMatrix::kKeyUp, c.kv_lora, c.nope, c.heads);
@@ -72,6 +72,8 @@ void Drafter::check_rounded() const {
         const ByteMatrix& m = l.rounded(slot);
         if (m.n != n || m.k != k) misfit(layer, "rounded matrix", int(slot));
     };
+    matrix(globals, -1, DraftMatrix::kContext, c.hidden, c.taps * c.hidden);
+    matrix(globals, -1, DraftMatrix::kRows, c.layers * c.row_width(), c.hidden);
     matrix(globals, -1, DraftMatrix::kHead, c.vocab, c.hidden);
     if (c.markov_rank) matrix(globals, -1, DraftMatrix::kMarkovOut, c.vocab, c.markov_rank);
     for (int i = 0; i < c.layers; ++i) {
@@ -92,7 +94,7 @@ void Drafter::reserve(int rows) {
     const Want wants[] = {
         {&h_, c.hidden},
         {&x_, c.hidden},
-        {&q_, std::max(c.q_lora + c.row_width(), c.layers * round16(c.row_width()))},
+        {&q_, std::max(c.q_lora + c.row_width(), c.layers * c.row_width())},
         {&query_, c.heads * std::max(c.head_width(), c.v_dim)},
         {&latent_, c.heads * round16(c.row_width())},
         {&mixed_, c.heads * c.kv_lora},
@@ -119,10 +121,13 @@ void Drafter::product(const DraftLayer& layer, DraftMatrix slot, const Buffer& a
         share(double(rows_) * job.w->n * job.w->k / kFloatMacs);
         return gemm.run(job);
     }
-    const ByteMatrix& w = layer.rounded(slot);
-    bytes_.round(a.data, a.stride, nullptr, rows_, w.k);
-    const ByteJob job{&w, &bytes_, rows_, c.data, c.stride, finish, {}};
-    share(double(rows_) * w.panels * kBytePanel * w.k / kByteMacs);
+    multiply(layer.rounded(slot), a.data, a.stride, rows_, c, finish);
+}
+
+void Drafter::multiply(const ByteMatrix& w, const float* a, ptrdiff_t lda, int rows, const Buffer& c, Finish finish) {
+    bytes_.round(a, lda, nullptr, rows, w.k);
+    const ByteJob job{&w, &bytes_, rows, c.data, c.stride, finish, {}};
+    share(double(rows) * w.panels * kBytePanel * w.k / kByteMacs);
     const int tasks = pool.threads() == 1 ? 1 : min_int(w.panels, 2 * pool.threads());
     pool.run(tasks, [&](int task, int) { multiply_panels(job, w.panels * task / tasks, w.panels * (task + 1) / tasks); });
 }
@@ -160,11 +165,21 @@ void Drafter::rotate(float* x, int row) const {
     }
 }
 
+// x_ = what the target's taps of some tokens say, before its norm.
+void Drafter::features(const float* taps, int rows) {
+    const ptrdiff_t tapped = ptrdiff_t(config.taps) * config.hidden;
+    if (!config.exact) return multiply(globals.rounded(DraftMatrix::kContext), taps, tapped, rows, x_);
+    GemmJob job;
+    job.w = &globals.matrix(DraftMatrix::kContext), job.a = taps, job.lda = tapped, job.m = rows;
+    job.c = x_.data, job.ldc = x_.stride;
+    share(double(rows) * job.w->n * job.w->k / kFloatMacs);
+    gemm.run(job);
+}
+
 // Rows of all segments together: a row needs no other, and few at a time would stream the weights anew for each few.
 void Drafter::write(const DraftRows& work) {
     const DraftConfig& c = config;
-    const Matrix& context = globals.matrix(DraftMatrix::kContext);
-    const ptrdiff_t tapped = ptrdiff_t(c.taps) * c.hidden, wide = round16(c.row_width());
+    const int width = c.row_width();
     places_.clear();
     const int32_t* blocks = work.blocks;
     for (int s = 0; s < work.num_segments; blocks += work.num_blocks[s], ++s)
@@ -173,26 +188,26 @@ void Drafter::write(const DraftRows& work) {
     for (int first = 0, n; first < total; first += n) {
         n = min_int(kMaxRows, total - first);
         const Place* place = places_.data() + first;
-        share(double(n) * context.n * context.k / kFloatMacs);
         reserve(n);
-        GemmJob whole;
-        whole.w = &context, whole.a = work.taps + tapped * first, whole.lda = tapped, whole.m = n;
-        whole.c = x_.data, whole.ldc = x_.stride;
-        gemm.run(whole);
+        features(work.taps + ptrdiff_t(first) * c.taps * c.hidden, n);
         for (int i = 0; i < n; ++i) {
             rms_norm(x_.row(i), globals.vector(DraftVector::kContextNorm), c.hidden, c.eps, x_.row(i));
             turns(i, place[i].position);
         }
-        jobs_.assign(size_t(c.layers), GemmJob{});
-        for (int l = 0; l < c.layers; ++l) {
-            GemmJob& job = jobs_[size_t(l)];
-            job.w = &layers[size_t(l)].matrix(DraftMatrix::kRows);
-            job.a = x_.data, job.lda = x_.stride, job.m = n, job.c = q_.data + l * wide, job.ldc = q_.stride;
+        if (c.exact) {
+            jobs_.assign(size_t(c.layers), GemmJob{});
+            for (int l = 0; l < c.layers; ++l) {
+                GemmJob& job = jobs_[size_t(l)];
+                job.w = &layers[size_t(l)].matrix(DraftMatrix::kRows);
+                job.a = x_.data, job.lda = x_.stride, job.m = n, job.c = q_.data + l * width, job.ldc = q_.stride;
+            }
+            gemm.run(jobs_.data(), c.layers);
+        } else {
+            multiply(globals.rounded(DraftMatrix::kRows), x_.data, x_.stride, n, q_);
         }
-        gemm.run(jobs_.data(), c.layers);
         for (int i = 0; i < n; ++i)
             for (int l = 0; l < c.layers; ++l) {
-                const float* from = q_.row(i) + l * wide;
+                const float* from = q_.row(i) + l * width;
                 float* to = work.pool.row(c, place[i].blocks, l, place[i].position);
                 rms_norm(from, layers[size_t(l)].vector(DraftVector::kRowNorm), c.kv_lora, c.eps, to);
                 std::memcpy(to + c.kv_lora, from + c.kv_lora, size_t(c.rope) * 4);

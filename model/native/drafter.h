@@ -28,11 +28,11 @@ struct DraftConfig {
 // Rounded, a draft takes fewer and other products: kQa also gives the slots' own rows, kQb gives every head's query
 // over rows (kKeyUp is in it) and kOut takes what every head read of them (kValueUp is in it).
 enum class DraftMatrix : int {  // mirrored by ffi.py
-    kContext,    // hidden from all taps; always as stored
+    kContext,    // hidden from all taps
     kHead,       // the target's lm_head
     kMarkovOut,  // vocabulary from the Markov rank
     kQa, kQb,
-    kRows,       // latent and shared key; as stored for those that are written
+    kRows,       // latent and shared key; rounded, for the rows that are written, of all layers in one
     kKeyUp,      // per head: latent from q_nope
     kValueUp,    // per head: v from latent
     kOut,
@@ -148,6 +148,9 @@ private:
     void share(double microseconds) { pool.alone(microseconds < kWorthMeeting); }
     void product(const DraftLayer& layer, DraftMatrix slot, const Buffer& a, const Buffer& c,
                  Finish finish = Finish::kStore);
+    void multiply(const ByteMatrix& w, const float* a, ptrdiff_t lda, int rows, const Buffer& c,
+                  Finish finish = Finish::kStore);
+    void features(const float* taps, int rows);
     void heads(const DraftLayer& layer, DraftMatrix slot, const float* a, ptrdiff_t a_step, ptrdiff_t lda, float* c,
                ptrdiff_t c_step, ptrdiff_t ldc);
     void attend(const DraftLayer& layer, int index, const DraftPool& rows);

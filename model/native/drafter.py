@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 class NativeDraftModel:
     """Agrees with `model.drafter.paged.TorchDraftModel`; one draft does not depend on its batch.
 
-    All products of a block run in bytes, about one part in a hundred off: the target judges every draft anyway, and
-    laws are those that were drawn from. Rows are computed as stored. `exact` keeps everything so.
+    All products, of rows and of blocks, run in bytes, about one part in a hundred off: the target judges every draft
+    anyway, and laws are those that were drawn from. `exact` computes with the weights as stored.
 
     Raises: BackendUnavailable for a form that is not written in C++, MemoryError.
     """
@@ -143,7 +143,10 @@ class NativeDraftModel:
             self._must(self._lib.mr_draft_vector(self._handle, layer, slot, data.data_ptr(), data.numel()))
 
         matrix = self._matrix if exact else self._rounded
-        self._matrix(GLOBAL, DraftMatrix.CONTEXT, tensors["context_proj.weight"])
+        matrix(GLOBAL, DraftMatrix.CONTEXT, tensors["context_proj.weight"])
+        rows = [tensors[f"layers.{i}.self_attn.kv_a_proj_with_mqa.weight"] for i in range(config.layers)]
+        if not exact:
+            self._rounded(GLOBAL, DraftMatrix.ROWS, *rows)
         matrix(GLOBAL, DraftMatrix.HEAD, lm_head)
         matrix(GLOBAL, DraftMatrix.MARKOV_OUT, tensors["markov_head.markov_w2.weight"])
         vector(GLOBAL, DraftVector.CONTEXT_NORM, tensors["context_norm.weight"])
@@ -159,13 +162,13 @@ class NativeDraftModel:
             vector(layer, DraftVector.POST_NORM, own["post_attention_layernorm.weight"])
             vector(layer, DraftVector.QA_NORM, own["self_attn.q_a_layernorm.weight"])
             vector(layer, DraftVector.ROW_NORM, own["self_attn.kv_a_layernorm.weight"])
-            self._matrix(layer, DraftMatrix.ROWS, own["self_attn.kv_a_proj_with_mqa.weight"])
             (self._attention_as_stored if exact else self._attention_rounded)(layer, own)
             matrix(layer, DraftMatrix.MLP_IN, own["mlp.gate_proj.weight"], own["mlp.up_proj.weight"], join=Join.GLU)
             matrix(layer, DraftMatrix.MLP_OUT, own["mlp.down_proj.weight"])
 
     def _attention_as_stored(self, layer: int, own: Mapping[str, torch.Tensor]) -> None:
         nope = self._config.nope
+        self._matrix(layer, DraftMatrix.ROWS, own["self_attn.kv_a_proj_with_mqa.weight"])
         self._matrix(layer, DraftMatrix.Q_A, own["self_attn.q_a_proj.weight"])
         self._matrix(layer, DraftMatrix.Q_B, own["self_attn.q_b_proj.weight"])
         for head in self._heads(own):

@@ -19,7 +19,7 @@ from tests.model.runs import backend
 from tests.model.test_drafter import WHERE, random_tensors, small, target
 
 BLOCK_TOKENS, NUM_BLOCKS = 8, 24
-KINDS = ("torch", "native", "bytes")  # "native" keeps the heads as stored, as its twin does
+KINDS = ("torch", "native", "bytes")  # "native" keeps weights as stored, as its twin does
 FORMS = [("torch", "dspark"), ("torch", "dflash"), ("native", "dspark")]
 
 
@@ -160,7 +160,11 @@ def test_rows_of_several_segments_leave_everything_else_alone(kind: str) -> None
         wanted = draftee.plain.context_rows(share, segment.start)
         for i in range(len(segment.ids)):
             block, offset = divmod(segment.start + i, BLOCK_TOKENS)
-            torch.testing.assert_close(own[segment.blocks[block], :, offset], wanted[:, i], rtol=1e-4, atol=1e-5)
+            found = own[segment.blocks[block], :, offset]
+            if kind == "bytes":
+                assert ((found - wanted[:, i]).norm(dim=-1) < 0.05 * wanted[:, i].norm(dim=-1)).all()
+            else:
+                torch.testing.assert_close(found, wanted[:, i], rtol=1e-4, atol=1e-5)
     assert int(draftee.rows.isfinite().sum()) == 14 * draftee.layout.draft_width
 
 
