@@ -304,26 +304,45 @@ class Scheduler:
             self.ledger.rolled(sequence.reservation, cut)
         if index in verification.dropped:
             sequence.consumed += kept
-            run = ()
-        for token in run[:kept]:
-            sequence.consumed += 1
-            if isinstance(token, ServeError):
-                events.append(self._fail(sequence, token))
-                break
-            if slot is not None and sequence.consumed == cut:
-                events.append((sequence, SnapshotTaken(tokens=cut, slot=slot)))
-                slot = None
-            self._accept(sequence, token, events)
-        if slot is not None:
+            kept = 0
+        tokens = [token for token in run[:kept] if isinstance(token, SampledToken)]
+        before = len(tokens)
+        if slot is not None and cut is not None and sequence.consumed < cut <= sequence.consumed + before:
+            before = cut - sequence.consumed - 1
+        self._say(sequence, tokens[:before], events)
+        if before < len(tokens):
+            assert slot is not None and cut is not None
+            events.append((sequence, SnapshotTaken(tokens=cut, slot=slot)))
+            self._say(sequence, tokens[before:], events)
+        elif slot is not None:
             self.ledger.release_snapshot(slot)
+        if len(tokens) < kept:
+            sequence.consumed += 1
+            error = run[kept - 1]
+            assert isinstance(error, ServeError)
+            events.append(self._fail(sequence, error))
+        elif tokens:
+            self._go_on(sequence, events)
+
+    def _say(self, sequence: LiveSequence, tokens: Sequence[SampledToken], events: Events) -> None:
+        """Tokens were drawn, each behind one that was consumed."""
+        first = sequence.consumed + 1
+        events += [(sequence, TokenSampled(token=token, position=at)) for at, token in enumerate(tokens, first)]
+        sequence.consumed += len(tokens)
+        sequence.drawn += [token.id for token in tokens]
+        sequence.draws_left -= len(tokens)
 
     def _accept(self, sequence: LiveSequence, token: SampledToken, events: Events) -> None:
         """A token was drawn: emit it and decide whether the sequence goes on."""
         events.append((sequence, TokenSampled(token=token, position=sequence.consumed)))
-        sequence.last_id = token.id
         sequence.drawn.append(token.id)
         sequence.draws_left -= 1
-        if token.id in sequence.stop_ids:
+        self._go_on(sequence, events)
+
+    def _go_on(self, sequence: LiveSequence, events: Events) -> None:
+        """Or not: what it drew last may be its end."""
+        sequence.last_id = last = sequence.drawn[-1]
+        if last in sequence.stop_ids:
             events += self._finish(sequence, Happened.COMPLETED, "stop")
         elif sequence.draws_left == 0:
             events += self._finish(sequence, Happened.COMPLETED, "length")

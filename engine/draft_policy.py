@@ -25,6 +25,7 @@ OWN_RATE, ALL_RATE = 1 / 12, 1 / 64  # how fast a sequence's own chances and tho
 OWN_FEW, ALL_FEW = 2, 8  # as if so many drafts had been seen before the first
 BIAS_RATE = 0.1
 BIAS_MAX = 4.0
+JUDGED_MAX = 8  # tokens of a draft that say how far the drafter's confidence is off; others cost as much to look at
 DOUBT = 0.3  # what may be better than it is known, where no draft was judged so far
 DOUBT_OTHERS = 1 / 8  # what a draft of others that draw alike says of a sequence, beside one of its own
 GAIN_MIN = 1.06  # drafting that promises less is not worth its risk: sequences that end apart leave smaller steps
@@ -36,7 +37,7 @@ PROBE_STEPS = 6
 PROBE_LEN = 3  # at most: 1, 2 and so on in turn
 CREDIT_MAX_S = 1.0
 LOOK_AGAIN = 64  # steps after which a choice not to draft is thought over; and between plain steps where it pays
-FEATURES_MIN, FEATURES_MAX = 1e-6, 1.0 - 1e-6
+CONFIDENCE_MIN = 1e-6
 # The best that a token read from the text can be hoped to be, of a request that takes the likeliest and of one that
 # draws: where not even such a draft pays, nobody reads.
 READ_BEST, READ_BEST_DRAWN = 0.97, 0.8
@@ -77,8 +78,8 @@ class Acceptance:
         """Learn from the slots of a draft that were decided, all kept but perhaps the last. `slots`: what is kept of
         each slot, too, which drafts that are read have no use for."""
         self.seen += 1
-        expected = sum(self.calibrated(confidence))
-        self.bias = min(max(self.bias + BIAS_RATE * (sum(outcomes) - expected), -BIAS_MAX), BIAS_MAX)
+        expected = sum(self.calibrated(confidence[:JUDGED_MAX]))
+        self.bias = min(max(self.bias + BIAS_RATE * (sum(outcomes[:JUDGED_MAX]) - expected), -BIAS_MAX), BIAS_MAX)
         if slots:
             speed = max(1.0 / (self.seen + few), rate)
             for slot, kept in enumerate(outcomes):
@@ -87,7 +88,10 @@ class Acceptance:
     def calibrated(self, confidence: Sequence[float]) -> list[float]:
         """For each token, the chance that it is kept where those before it are."""
         factor = math.exp(-self.bias)
-        return [1.0 / (1.0 + (1.0 / min(max(c, FEATURES_MIN), FEATURES_MAX) - 1.0) * factor) for c in confidence]
+        return [
+            1.0 / (1.0 + (1.0 / c - 1.0) * factor) if CONFIDENCE_MIN < c < 1.0 else max(min(c, 1.0), CONFIDENCE_MIN)
+            for c in confidence
+        ]
 
     def chances(self, confidence: Sequence[float]) -> list[float]:
         """For each token of a draft, the chance that it and all before it are kept, by the confidence in each."""
@@ -219,8 +223,9 @@ class DraftPolicy:
         if self.steps.times(sequences, sequences) < PLAIN_MIN:
             return lengths
         ranked = [(chance, index) for index, row in enumerate(chances) for chance in row]
-        ranked.sort(key=_likelier)  # stable: a draft's tokens stay in order
-        del ranked[READ_MORE_MAX:]
+        if len(chances) > 1:
+            ranked.sort(key=_likelier)  # stable: a draft's tokens stay in order
+            del ranked[READ_MORE_MAX:]
         seconds = self.steps.curve(sequences, len(ranked))
         plain = seconds[0]
         longest = plain * STRETCH_MAX if sequences > 1 else math.inf

@@ -32,6 +32,7 @@ from model.progress import LayerProgress
 from moonrelay.errors import Unavailable
 
 log = logging.getLogger(__name__)
+LAST = (Finished, Failed)
 EXIT_SOFTWARE = 70  # sysexits.h: an internal error
 T = TypeVar("T")
 
@@ -336,11 +337,10 @@ class Engine:
             return
         now_s = time.perf_counter()
         for sequence, event in events:
-            timeline = sequence.timeline
-            if timeline.first_token_s is None and isinstance(event, TokenSampled):
-                timeline.first_token_s = now_s
+            if sequence.timeline.first_token_s is None and isinstance(event, TokenSampled):
+                sequence.timeline.first_token_s = now_s
             sequence.emit(event)
-            if isinstance(event, Finished | Failed):
+            if isinstance(event, LAST):
                 reason = event.reason if isinstance(event, Finished) else None
                 self._observer.sequence_done(report(sequence, reason, now_s))
 

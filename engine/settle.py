@@ -90,7 +90,8 @@ def some_end(step: Step, drawn: Sequence[Drawn]) -> bool:
                 return True
         return False
     answers = iter(drawn)
-    for sequence, segment in zip(step.sequences, step.segments, strict=True):
+    settled = step.verification.kept if step.verification is not None else {}
+    for index, (sequence, segment) in enumerate(zip(step.sequences, step.segments, strict=True)):
         if segment.logits == "none":
             continue
         answer = next(answers)
@@ -99,7 +100,7 @@ def some_end(step: Step, drawn: Sequence[Drawn]) -> bool:
                 return True
             continue
         run = answer if isinstance(answer, tuple) else (answer,)
-        kept = taken(sequence, run)
+        kept = settled.get(index, 1)
         last = run[kept - 1]
         if kept == sequence.draws_left or sequence.spec.hold_after_first:
             return True

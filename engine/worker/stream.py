@@ -8,6 +8,8 @@ from collections.abc import Callable
 
 from engine.api import EngineEvent, Failed, Finished
 
+LAST = (Finished, Failed)
+
 
 class Wakeups:
     """One loop's streams that have something for it: all that a step gives, for however many sequences, is one
@@ -54,9 +56,9 @@ class EventStream:
     def emit(self, event: EngineEvent) -> None:
         """On the engine's thread."""
         self._events.append(event)
-        last = isinstance(event, Finished | Failed)
-        self.ended = self.ended or last
+        last = isinstance(event, LAST)
         if self._wanted or last:
+            self.ended |= last
             self._wanted = False
             self._wakeups.wake(self)
 
