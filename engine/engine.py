@@ -307,9 +307,20 @@ class Engine:
             speculator.rows.forget(step.sequences)
             return NO_DRAFTS
         speculator.rows.consumed(step)
-        if step.num_prompt_tokens or step.snapshots or some_end(step, ran.drawn):
+        if step.snapshots or self._fills_prompts(step) or some_end(step, ran.drawn):
             speculator.write_rows()
         return speculator.judged(step, ran.drawn, time.perf_counter() - started_s)
+
+    def _fills_prompts(self, step: Step) -> bool:
+        """Whether a prompt moved on whose rows are handed over as it does, or filled a block that may now be kept."""
+        if not step.num_prompt_tokens:
+            return False
+        size = self.settings.block_tokens
+        return any(
+            sequence.spec.hold_after_first or (segment.start + len(segment.ids)) // size > segment.start // size
+            for sequence, segment in zip(step.sequences, step.segments, strict=True)
+            if sequence.last_id is None
+        )
 
     def _after(self, step: Step, ran: bool, speculator: Speculator, started_s: float) -> None:
         """Drafts for those of the step that decode on: every sequence that decodes is in every step."""
