@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Awaitable, Callable
 
@@ -29,6 +30,17 @@ from prefill.parts import PART_BYTES
 
 Emit = Callable[[worker_pb2.PrefillEvent], Awaitable[None]]
 Send = Callable[[worker_pb2.HandoffPart], Awaitable[None]]
+
+
+async def beside(first: Awaitable[None], other: Awaitable[None]) -> None:
+    """Both at once, begun in this order. Where one fails the other is ended before that is raised."""
+    tasks = [asyncio.ensure_future(first), asyncio.ensure_future(other)]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()  # moot where it is over
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 class PrefillEdge(worker_pb2_grpc.PrefillWorkerServicer):
@@ -96,11 +108,12 @@ class PrefillEdge(worker_pb2_grpc.PrefillWorkerServicer):
                 self._prompts.metrics.ttft.observe(time.monotonic() - arrived_s)
                 usage = run.usage()
                 first = worker_pb2.FirstToken(token=token_to_wire(token), cache=usage)
-                await emit(worker_pb2.PrefillEvent(first_token=first))
                 ready = worker_pb2.HandoffReady()
+                said = emit(worker_pb2.PrefillEvent(first_token=first))
                 if reason is None:
-                    await self._publish(run, handoff, token.id)
+                    await beside(said, self._publish(run, handoff, token.id))
                 else:
+                    await said
                     ready.finish_reason = FINISH[reason]
             finally:
                 self._layers.remove(handoff)
