@@ -29,7 +29,7 @@ class DecodeSettings(WorkerSettings, frozen=True, kw_only=True, forbid_unknown_f
     """Adopt handoffs and generate; or, aggregated, serve whole requests."""
 
     aggregated: bool = False  # register as "aggregated": routers send whole requests here and hand nothing over
-    draft_len_max: int = 7  # more than the drafter's block means all of it
+    draft_len_max: int = 15  # more than the drafter's block means all of it
     draft_read_len_max: int = 31
     reservation_ttl_ms: int = 60_000  # floor; grows by 10 ms per prompt token
     stream_interval_ms: int = 8  # between a request's messages; faster steps' tokens go together; 0: each step alone

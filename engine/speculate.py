@@ -261,7 +261,8 @@ class Speculator:
 
     def _readings(self, asked: Sequence[tuple[LiveSequence, int, bool]]) -> list[Proposal | None]:
         assert self._reader is not None
-        return [self._reader.read(text_of(sequence), length, drawn=drawn) for sequence, length, drawn in asked]
+        read, sure = self._reader.read, not self.policy.adaptive  # where costs count, what is read counts for more
+        return [read(text_of(sequence), length, drawn=drawn, sure=sure) for sequence, length, drawn in asked]
 
     def _drafts(self, requests: Sequence[DraftRequest]) -> list[Proposal]:
         if self._reader is not None:

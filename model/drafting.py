@@ -24,6 +24,9 @@ class DraftRequest:
     rows in `blocks`, which are the sequence's own; tokens before `first` are unknown to the drafter. `uniforms` are
     `length` numbers in [0, 1), one a token, for a temperature above 0; at 0 the likeliest token is taken. `context`
     gives all ids up to the anchor, for drafters that read the text: a `Text` is looked up without reading it anew.
+
+    `guess`: how the text may go on, at most `length` tokens. As long as the draft says the same, each is given so
+    much `more` log odds than the drafter itself would: by its law at the temperature, at 0 by its scores.
     """
 
     anchor: int
@@ -34,6 +37,8 @@ class DraftRequest:
     temperature: float = 0.0
     uniforms: Sequence[float] = ()
     context: Callable[[], Sequence[int]] | None = None
+    guess: Sequence[int] = ()
+    more: Sequence[float] = ()
 
 
 class Proposal(msgspec.Struct, frozen=True, kw_only=True):
@@ -61,9 +66,10 @@ class Reader(Protocol):
 
     read_len_max: int
 
-    def read(self, text: Text, length: int, *, drawn: bool) -> Proposal | None:
+    def read(self, text: Text, length: int, *, drawn: bool, sure: bool = False) -> Proposal | None:
         """At most `length` tokens to follow the text, for a request that draws at a temperature or takes the
-        likeliest; they are certain. None where they would say too little. Called at every step: cheap.
+        likeliest; they are certain. None where they would say too little, or with `sure` less than a draft that takes
+        rows. Called at every step: cheap.
 
         Raises: InvariantError for a length not in 1..read_len_max.
         """

@@ -16,12 +16,13 @@ class Text(Sequence[int]):
     """Grows at its end. A look-up costs microseconds however long it is: each pair of neighbours knows where it stood
     the last time. The first look-up reads what is there, up to `WINDOW` ids."""
 
-    __slots__ = ("_before", "_first", "_ids", "_last")
+    __slots__ = ("_before", "_first", "_found", "_ids", "_last")
 
     def __init__(self, ids: Iterable[int] = ()) -> None:
         self._ids = array("I", ids)
         self._last: dict[int, int] = {}  # a pair -> where it last ended
         self._before = array("i")  # for each end from `_first` on, where its pair had ended before; 0: nowhere
+        self._found = 0, 0, 0  # how long the text was at the last look-up, and what that gave
         self._first = -1  # -1: nobody has looked up anything yet
 
     def extend(self, ids: Iterable[int]) -> None:
@@ -46,6 +47,11 @@ class Text(Sequence[int]):
         count = len(ids)
         if count < 3:
             return 0, 0
+        if self._found[0] != count:
+            self._found = count, *self._look_up(ids, before)
+        return self._found[1:]
+
+    def _look_up(self, ids: array[int], before: array[int]) -> tuple[int, int]:
         self._index()
         place, found, longest = self._last.get(ids[-2] << 32 | ids[-1], 0), 0, 0
         for _ in range(TRIES):

@@ -45,7 +45,7 @@ class DrafterSizes:
     rope: int = 32
     v_dim: int = 64
     markov_rank: int = 96
-    block_len: int = 7
+    block_len: int = 11
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -30,7 +30,7 @@ KNOWN_SHARE = 0.15  # of the blocks whose first tokens a look into the text woul
 # counts, and the same logits are right at temperature 1, which a pull towards the token itself would bend.
 GREEDY_SHARPNESS = 2.0
 FLOOR = 0.1  # of what a slot counts, beside the chance that it is reached at all
-SLOT_SHARES = {3: 0.15, 4: 0.2, 5: 0.35, 7: 0.3}  # blocks attend both ways, so every length has to be met
+SLOT_SHARES = {3: 0.15, 5: 0.3, 7: 0.2, 11: 0.35}  # blocks attend both ways, so every length has to be met
 CONFIDENCE_SHARE = 0.5  # of the confidence head's loss: the block has to carry what it sees, at some cost
 # A loss is over the likeliest tokens of all its batch's laws, a third of the vocabulary, and so many of the others,
 # each for several: at temperature 1 a tenth of a law lies there.

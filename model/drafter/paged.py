@@ -65,6 +65,10 @@ class TorchDraftModel:
             raise InvariantError(f"anchor {request.anchor} is outside the vocabulary")
         if not 1 <= request.length <= self.block_len:
             raise InvariantError(f"expected a draft of 1 to {self.block_len} tokens, not {request.length}")
+        if not len(request.guess) == len(request.more) <= request.length:
+            raise InvariantError(f"a guess of {len(request.guess)} tokens for a draft of {request.length}")
+        if not all(0 <= token < self._drafter.config.vocab for token in request.guess):
+            raise InvariantError(f"a guess outside the vocabulary: {list(request.guess)}")
         if request.temperature > 0 and len(request.uniforms) != request.length:
             raise InvariantError(f"expected {request.length} uniform numbers, found {len(request.uniforms)}")
 
@@ -74,8 +78,17 @@ class TorchDraftModel:
         context = pool[blocks].transpose(0, 1).flatten(1, 2)
         context = context[:, request.first - begin * block_tokens : request.position - begin * block_tokens]
         laws: list[torch.Tensor] = []
+        guess = list(request.guess)  # while the draft says the same
 
         def choose(slot: int, logits: torch.Tensor) -> int:
+            if slot < len(guess):
+                logits[guess[slot]] += request.more[slot] * (request.temperature or 1.0)
+            token = chosen(slot, logits)
+            if slot < len(guess) and token != guess[slot]:
+                guess.clear()
+            return token
+
+        def chosen(slot: int, logits: torch.Tensor) -> int:
             if request.temperature == 0:
                 return int(logits.argmax())
             laws.append(((logits - logits.max()) / request.temperature).softmax(-1))

@@ -38,12 +38,15 @@ std::string rows_fault(const Drafter& d, const DraftRows& w) {
 std::string pass_fault(const Drafter& d, const DraftPass& w, int32_t block_len) {
     std::string wrong = pool_fault(d, w.pool);
     const int32_t* blocks = w.blocks;
+    int slot = 0;
     for (int i = 0; i < w.num_requests && wrong.empty(); blocks += w.num_blocks[i], ++i) {
         const std::string at = "request " + std::to_string(i) + ": ";
         if (w.anchor[i] < 0 || w.anchor[i] >= d.config.vocab) return at + "the anchor is outside the vocabulary";
         if (w.length[i] < 1 || w.length[i] > block_len) return at + "expected a draft of 1 to " + std::to_string(block_len);
         if (w.first[i] < 0 || w.first[i] > w.position[i]) return at + "its rows begin behind its position";
         if (!std::isfinite(w.temperature[i]) || w.temperature[i] < 0) return at + "temperature";
+        for (int s = 0; w.guess && s < w.length[i]; ++s, ++slot)
+            if (w.guess[slot] >= d.config.vocab || !std::isfinite(w.more[slot])) return at + "guess " + std::to_string(s);
         const int64_t size = w.pool.block_tokens;
         wrong = table_fault(w.pool, blocks, w.num_blocks[i], w.first[i] / size, (w.position[i] + size - 1) / size);
     }

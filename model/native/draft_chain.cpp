@@ -89,8 +89,13 @@ float Drafter::confide(const Request& request, int slot) const {
 }
 
 // `tops` of the logits' ranges; `sums` is room for as many numbers.
-void Drafter::choose(const DraftPass& work, Request& request, int slot, float* logits, const DraftTop* tops, float* sums) {
-    const int n = config.vocab, ranges = ranges_of(n);
+void Drafter::choose(const DraftPass& work, Request& request, int slot, float* logits, DraftTop* tops, float* sums) {
+    const int n = config.vocab, ranges = ranges_of(n), guess = request.guessed ? work.guess[request.at + slot] : -1;
+    if (guess >= 0) {
+        float &score = logits[guess], &most = tops[guess / kRange].value;
+        score += work.more[request.at + slot] * (request.law ? request.temperature : 1.0f);
+        most = score > most ? score : most;
+    }
     DraftTop top = tops[0];
     for (int i = 1; i < ranges; ++i)
         top = {tops[i].value > top.value ? tops[i].value : top.value, top.finite && tops[i].finite};
@@ -121,6 +126,7 @@ void Drafter::choose(const DraftPass& work, Request& request, int slot, float* l
     }
     // Cut here, not dropped whole: whether this slot is finite hangs on the tokens drawn before it, and to keep only
     // drafts that stay finite would bend what is kept of them.
+    request.guessed = guess >= 0 && request.token == guess;
     if (request.good == slot && top.finite && std::isfinite(confidence)) request.good = slot + 1;
     work.tokens[request.at + slot] = request.token;
 }

@@ -48,6 +48,8 @@ class DraftPass(ctypes.Structure):
         ("length", c_void_p),
         ("temperature", c_void_p),
         ("uniforms", c_void_p),
+        ("guess", c_void_p),
+        ("more", c_void_p),
         ("blocks", c_void_p),
         ("num_blocks", c_void_p),
         ("pool", DraftPool),

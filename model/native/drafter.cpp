@@ -225,7 +225,7 @@ void Drafter::list(const DraftPass& work) {
     for (int i = 0; i < work.num_requests; blocks += work.num_blocks[i], at += work.length[i], ++i) {
         const float temperature = work.temperature[i];
         requests_.push_back({i, 0, work.length[i], at, work.position[i], work.first[i], blocks, temperature,
-                             temperature > 0 ? law : nullptr, work.anchor[i], 0});
+                             temperature > 0 ? law : nullptr, work.anchor[i], 0, work.guess != nullptr});
         if (temperature > 0) law += int64_t(work.length[i]) * config.vocab;
     }
     std::stable_sort(requests_.begin(), requests_.end(),

@@ -85,6 +85,8 @@ struct DraftPass {
     const int32_t* length;
     const float* temperature;
     const double* uniforms;  // [sum of lengths]
+    const int32_t* guess;    // [sum of lengths], -1: none; or null: of nobody
+    const float* more;       // [sum of lengths]: log odds that the guess is given, while the draft says the same
     const int32_t *blocks, *num_blocks;
     DraftPool pool;
     int32_t* tokens;    // [sum of lengths]
@@ -137,6 +139,7 @@ private:
         float* law;
         int32_t token;  // the last one chosen
         int32_t good;
+        bool guessed;  // all chosen are the guess's
     };
 
     void reserve(int rows);
@@ -161,7 +164,7 @@ private:
     void vocabulary(DraftMatrix slot, const float* a, ptrdiff_t lda, const std::vector<int32_t>& rows, float* logits,
                     bool add, DraftTop* tops);
     float confide(const Request& request, int slot) const;
-    void choose(const DraftPass& work, Request& request, int slot, float* logits, const DraftTop* tops, float* sums);
+    void choose(const DraftPass& work, Request& request, int slot, float* logits, DraftTop* tops, float* sums);
 
     std::vector<Place> places_;  // of the rows that are written
     std::vector<Request> requests_;

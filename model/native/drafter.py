@@ -99,6 +99,7 @@ class NativeDraftModel:
                 array("i", lengths),
                 array("f", [r.temperature for r in requests]),
                 uniforms,
+                *_guesses(requests),
                 *_tables([r.blocks for r in requests]),
             )
         except OverflowError as error:
@@ -109,8 +110,8 @@ class NativeDraftModel:
         laws = np.empty((max(0, drawn), self._config.vocab), np.float32)
         good = array("i", bytes(4 * len(requests)))
         work = DraftPass(
-            len(requests), *(a.buffer_info()[0] for a in arrays), self._pool(rows), tokens.buffer_info()[0],
-            confidence.buffer_info()[0], laws.ctypes.data, good.buffer_info()[0],
+            len(requests), *(a.buffer_info()[0] if a else None for a in arrays), self._pool(rows),
+            tokens.buffer_info()[0], confidence.buffer_info()[0], laws.ctypes.data, good.buffer_info()[0],
         )  # fmt: skip
         with self._one_pass:
             self._must(self._lib.mr_draft_propose(self._handle, ctypes.byref(work), self.block_len))
@@ -202,6 +203,19 @@ class NativeDraftModel:
     def _rounded(self, layer: int, slot: DraftMatrix, *parts: torch.Tensor, join: Join = Join.ROWS) -> None:
         sources = (Source * len(parts))(*(source_of(part)[0] for part in parts))
         self._must(self._lib.mr_draft_round(self._handle, layer, slot, sources, len(parts), join))
+
+
+def _guesses(requests: Sequence[DraftRequest]) -> tuple[array[int], array[float]]:
+    """Both with a place for each slot, or empty where nobody has any."""
+    guess, more = array("i"), array("f")
+    if any(request.guess for request in requests):
+        for request in requests:
+            if not len(request.guess) == len(request.more) <= request.length:
+                raise BatchError(f"a guess of {len(request.guess)} tokens for a draft of {request.length}")
+            spare = request.length - len(request.guess)
+            guess.extend((*request.guess, *[-1] * spare))
+            more.extend((*request.more, *[0.0] * spare))
+    return guess, more
 
 
 def _tables(tables: Sequence[Sequence[int]]) -> tuple[array[int], array[int]]:

@@ -30,7 +30,7 @@ def undrafted(start_cluster) -> Iterator[Cluster]:
 def fixed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """Every step drafts as much as it can, so that nothing depends on how long things take."""
     folder = tmp_path_factory.mktemp("fixed")
-    with running_cluster(folder, MOONRELAY_DRAFT_ADAPTIVE="false", MOONRELAY_DRAFT_LEN_MAX="7") as running:
+    with running_cluster(folder, MOONRELAY_DRAFT_ADAPTIVE="false", MOONRELAY_DRAFT_LEN_MAX="15") as running:
         yield running
 
 

@@ -142,7 +142,7 @@ class ReadingDrafter(KnowingDrafter):
         self.stories = stories
         self.lengths: list[int] = []  # asked for
 
-    def read(self, text: Text, length: int, *, drawn: bool) -> Proposal | None:
+    def read(self, text: Text, length: int, *, drawn: bool, sure: bool = False) -> Proposal | None:
         assert 1 <= length <= self.read_len_max
         self.lengths.append(length)
         known = list(text)

@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
 from model.batch import Segment
-from model.drafter.lookup import DRAWN, GREEDY, MATCH_MIN_DRAWN, READ_LEN_MAX, LookupFirst
+from model.drafter.lookup import (
+    DRAWN,
+    DRAWN_MORE,
+    GREEDY,
+    GREEDY_MORE,
+    MATCH_MIN_DRAWN,
+    MATCH_SURE_DRAWN,
+    MATCH_SURE_GREEDY,
+    READ_LEN_MAX,
+    LookupFirst,
+)
 from model.drafting import DraftRequest, Proposal
 from model.text import LONGEST, Text
 from moonrelay.errors import InvariantError
@@ -51,17 +62,17 @@ def request(ids: list[int], temperature: float = 0.0, length: int = 4) -> DraftR
 
 def test_what_followed_the_last_time_is_drafted_without_the_network() -> None:
     network = Network()
-    (found,) = LookupFirst(network).draft([request([1, 2, 3, 4, 5, 6, 9, 2, 3])], ROWS)
-    assert (found.tokens, found.laws, network.asked) == ([4, 5, 6, 9], None, [])
+    (found,) = LookupFirst(network).draft([request([1, 2, 3, 4, 5, 6, 7, 8, 10, 9, 1, 2, 3, 4, 5, 6])], ROWS)
+    assert (found.tokens, found.laws, network.asked) == ([7, 8, 10, 9], None, [])
     assert len(found.confidence) == 4 and found.confidence == sorted(found.confidence)
     assert all(0.0 < c < 1.0 for c in found.confidence)
 
 
 def test_where_the_text_ends_a_draft_goes_round() -> None:
-    (found,) = LookupFirst(Network()).draft([request([7, 8, 9, 7, 8, 9, 7, 8], length=8)], ROWS)
-    assert found.tokens == [9, 7, 8, 9, 7, 8, 9, 7]
-    (found,) = LookupFirst(Network()).draft([request([5, 5, 5], length=4)], ROWS)
-    assert found.tokens == [5, 5, 5, 5]
+    found = LookupFirst(Network()).read(Text([7, 8, 9, 7, 8, 9, 7, 8]), 8, drawn=False)
+    assert found is not None and found.tokens == [9, 7, 8, 9, 7, 8, 9, 7]
+    found = LookupFirst(Network()).read(Text([5, 5, 5]), 4, drawn=False)
+    assert found is not None and found.tokens == [5, 5, 5, 5]
 
 
 def test_the_longer_the_match_the_surer_and_the_longest_is_nearly_certain() -> None:
@@ -81,23 +92,31 @@ def test_a_length_that_is_never_read_is_refused(length: int) -> None:
         LookupFirst(Network()).read(Text([1, 2, 1, 2]), length, drawn=False)
 
 
-@pytest.mark.parametrize("matched", range(1, MATCH_MIN_DRAWN + 1))
+@pytest.mark.parametrize("matched", range(1, MATCH_SURE_DRAWN + 1))
 def test_a_drawn_token_needs_a_longer_match_than_the_likeliest(matched: int) -> None:
-    end = [11, 12, 13, 14][-matched:]
+    """And the network is asked unless the match says all, but then told what it says."""
+    end = list(range(11, 11 + MATCH_SURE_DRAWN))[-matched:]
     ids = [1, *end, 5, 6, 7, 8, *end]
-    for temperature, least in ((0.0, 2), (0.7, MATCH_MIN_DRAWN)):
+    for temperature, least, sure, more in (
+        (0.0, 2, MATCH_SURE_GREEDY, GREEDY_MORE), (0.7, MATCH_MIN_DRAWN, MATCH_SURE_DRAWN, DRAWN_MORE),
+    ):  # fmt: skip
         network = Network()
         (found,) = LookupFirst(network).draft([request(ids, temperature)], ROWS)
-        assert (found.laws is None) == (matched >= least)
-        assert bool(network.asked) == (matched < least)
+        assert (found.laws is None) == (matched >= sure) == (not network.asked)
+        assert (LookupFirst(network).read(Text(ids), 4, drawn=temperature > 0) is None) == (matched < least)
+        if 2 <= matched < sure:
+            assert network.asked[0].guess == [5, 6, 7, 8] and network.asked[0].more == more[matched : matched + 4]
+        for asked in network.asked:
+            assert replace(asked, guess=(), more=()) == replace(network.asked[0], guess=(), more=())
+            assert bool(asked.guess) == (matched >= 2)
 
 
 def test_each_request_of_a_batch_keeps_its_place_and_its_own_draft() -> None:
-    repeating, fresh, blind = request([1, 2, 3, 4, 1, 2]), request([5, 6, 7]), request([3, 3, 3, 3, 3])
+    repeating, fresh, blind = request([*range(1, 9), *range(1, 7)]), request([5, 6, 7]), request([3, 3, 3, 3, 3])
     object.__setattr__(blind, "context", None)
     network = Network()
     together = LookupFirst(network).draft([fresh, repeating, blind], ROWS)
-    assert [proposal.tokens for proposal in together] == [[7] * 4, [3, 4, 1, 2], [3] * 4]
+    assert [proposal.tokens for proposal in together] == [[7] * 4, [7, 8, 1, 2], [3] * 4]
     assert network.asked == [fresh, blind]
     for one, proposal in zip((fresh, repeating, blind), together, strict=True):
         assert LookupFirst(Network()).draft([one], ROWS)[0].tokens == proposal.tokens

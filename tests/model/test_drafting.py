@@ -61,7 +61,15 @@ class Draftee:
         return Segment(ids=[0] * tokens, start=start, slot=0, blocks=blocks)
 
     def expected(self, request: DraftRequest, context: torch.Tensor) -> tuple[list[int], torch.Tensor, list[float]]:
+        told: list[int] = []
+
         def choose(slot: int, logits: torch.Tensor) -> int:
+            if slot < len(request.guess) and told == list(request.guess[:slot]):
+                logits[request.guess[slot]] += request.more[slot] * (request.temperature or 1.0)
+            told.append(chosen(slot, logits))
+            return told[-1]
+
+        def chosen(slot: int, logits: torch.Tensor) -> int:
             if request.temperature == 0:
                 return int(logits.argmax())
             return draw((logits / request.temperature).softmax(-1), request.uniforms[slot])
@@ -75,7 +83,7 @@ class Draftee:
 
 def requests(draftee: Draftee, seed: int, positions: list[int]) -> tuple[list[DraftRequest], list[torch.Tensor]]:
     """Rows written in pieces, side by side; half of the requests know only a part of their context."""
-    rng = random.Random(seed)
+    rng, guesses = random.Random(seed), random.Random(seed)
     config = draftee.config
     made, contexts = [], []
     for i, position in enumerate(positions):
@@ -87,9 +95,11 @@ def requests(draftee: Draftee, seed: int, positions: list[int]) -> tuple[list[Dr
                 draftee.model.write_rows([draftee.segment(blocks, start, end - start)], taps[start:end], draftee.rows)
         first = 0 if i % 2 else rng.randint(0, position)
         length = rng.randint(1, config.block_len)
+        guess = [guesses.randrange(config.vocab) for _ in range(guesses.randint(0, length))]
         request = DraftRequest(
             anchor=rng.randrange(config.vocab), position=position, blocks=blocks, first=first, length=length,
             temperature=rng.choice([0.0, 0.3, 1.0]), uniforms=[rng.random() for _ in range(length)],
+            guess=guess, more=[guesses.choice([0.5, 4.0, 60.0]) for _ in guess],
         )  # fmt: skip
         made.append(request)
         contexts.append(draftee.plain.context_rows(taps, 0)[:, first:])
@@ -130,9 +140,8 @@ def test_rounded_heads_stay_close_to_the_exact_laws() -> None:
     for seed in range(4):
         asked, _ = requests(exact, seed, [5, 11, 2])
         rounded.rows[:] = exact.rows
-        asked = [
-            replace(r, temperature=exact.config.hidden**0.5, length=4, uniforms=[0.1, 0.4, 0.6, 0.9]) for r in asked
-        ]
+        soft = {"temperature": exact.config.hidden**0.5, "guess": (), "more": ()}
+        asked = [replace(r, length=4, uniforms=[0.1, 0.4, 0.6, 0.9], **soft) for r in asked]
         exact.free = list(range(NUM_BLOCKS))
         pairs = zip(exact.model.draft(asked, exact.rows), rounded.model.draft(asked, rounded.rows), strict=True)
         for one, other in pairs:
@@ -227,6 +236,9 @@ def test_requests_out_of_bounds_are_refused(kind: str) -> None:
         {"blocks": [NUM_BLOCKS, 0]},
         {"blocks": [-1, 0]},
         {"temperature": 1.0, "uniforms": []},
+        {"guess": [draftee.config.vocab], "more": [1.0], "length": 1},
+        {"guess": [1, 2], "more": [1.0, 1.0], "length": 1},
+        {"guess": [1], "more": [], "length": 1},
     ):
         with pytest.raises(InvariantError):
             draftee.model.draft([replace(good, **change)], draftee.rows)

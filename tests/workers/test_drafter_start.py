@@ -76,4 +76,4 @@ def test_a_named_folder_without_a_drafter_ends_the_start(tmp_path):
 def test_decode_drafts_by_default_and_prefill_only_writes_rows():
     base = {"model_dir": "m", "redis_url": "r"}
     assert WorkerSettings(**base).engine() == EngineSettings()
-    assert DecodeSettings(**base).engine().draft_len_max == 7
+    assert DecodeSettings(**base).engine().draft_len_max == 15
