@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import os
 import platform
@@ -48,12 +49,13 @@ class Size:
     tokens: int
     acceptance_prompts: int
     cost_prompts: int
+    starts: int
     rounds: int
     speed_tokens: int
 
 
-FULL = Size(prompts=200, tokens=256, acceptance_prompts=200, cost_prompts=16, rounds=9, speed_tokens=256)
-QUICK = Size(prompts=16, tokens=96, acceptance_prompts=16, cost_prompts=4, rounds=2, speed_tokens=96)
+FULL = Size(prompts=200, tokens=256, acceptance_prompts=200, cost_prompts=16, starts=6, rounds=4, speed_tokens=256)
+QUICK = Size(prompts=16, tokens=96, acceptance_prompts=16, cost_prompts=4, starts=2, rounds=1, speed_tokens=96)
 
 
 def local_figures(
@@ -86,7 +88,7 @@ def local_figures(
 
 
 async def system_figures(size: Size, prompts: list[Prompt], scratch: Path, length: int) -> dict[str, Any]:
-    """Identity and tokens a step on each path, then speed."""
+    """Identity and tokens a step on each path."""
     fixed = {"MOONRELAY_DRAFT_ADAPTIVE": "false", "MOONRELAY_DRAFT_LEN_MAX": str(length)}
     found: dict[str, Any] = {"differing": {}, "first_differing": {}, "paths": {}}
     async with draft_cluster.cluster(scratch, "undrafted", "--no-draft") as undrafted:
@@ -107,9 +109,21 @@ async def system_figures(size: Size, prompts: list[Prompt], scratch: Path, lengt
             for temper in ("cold", "cached"):
                 got = await draft_cluster.ask_all(drafted, prompts, size.tokens)
                 compare(f"disaggregated, adaptive, {temper}", got)
-            urls = {"drafted": drafted, "undrafted": undrafted}
-            found["speed"] = await draft_cluster.speed(urls, prompts, size.speed_tokens, size.rounds)
     return found
+
+
+async def speed_figures(size: Size, prompts: list[Prompt], scratch: Path) -> dict[str, Any]:
+    """Decode speed with the drafter beside without, on pairs of clusters that are started in turns."""
+    kinds = {"undrafted": ["--no-draft"], "drafted": []}
+    speed = draft_cluster.Speed(list(kinds), prompts, size.speed_tokens)
+    for start in range(size.starts):
+        urls: dict[str, str] = {}
+        async with contextlib.AsyncExitStack() as running:
+            for name in sorted(kinds, reverse=bool(start % 2)):
+                made = draft_cluster.cluster(scratch, f"{name}-{start}", *kinds[name])
+                urls[name] = await running.enter_async_context(made)
+            await speed.measure(urls, size.rounds)
+    return speed.summary()
 
 
 def limits(result: dict[str, Any]) -> list[dict[str, Any]]:
@@ -161,7 +175,10 @@ def show(result: dict[str, Any]) -> None:
         print(f"  {path:<24}" + ", ".join(f"{name} {value}" for name, value in row.items()))
     print("\ndecode over HTTP, tokens a second")
     for load, row in system["speed"].items():
-        print(f"  {load:<26}" + ", ".join(f"{name} {value}" for name, value in row.items() if "ratios" not in name))
+        print(
+            f"  {load:<26}"
+            + ", ".join(f"{name} {value}" for name, value in row.items() if not name.endswith("ratios"))
+        )
     draft_memory.show(result["k3_memory"])
     print()
     for limit in result["limits"]:
@@ -195,6 +212,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="moonrelay-bench-") as folder:
         length = result["local"]["draft_length"]
         result["system"] = asyncio.run(system_figures(size, prompts, Path(folder), length))
+        result["system"]["speed"] = asyncio.run(speed_figures(size, prompts, Path(folder)))
     result["seconds"] = round(time.monotonic() - began)
     result["limits"] = limits(result)
     if not args.quick:

@@ -156,31 +156,47 @@ async def rate(session: aiohttp.ClientSession, url: str, prompts: Sequence[Promp
     return total / seconds
 
 
-async def speed(urls: dict[str, str], prompts: Sequence[Prompt], tokens: int, rounds: int) -> dict[str, Any]:
-    """Every load on every cluster, in turns, the order of the clusters reversed every second time.
+class Speed:
+    """Rates of every load on every cluster, of as many starts and rounds as were run; all are asked the same.
 
-    All clusters are asked the same; each round takes other prompts, code and prose alike.
+    Two clusters of the same kind differ by up to a tenth for as long as they live, and a round by a fifth: so several
+    of each kind are started, and a round's ratio is one of many.
     """
-    samples: dict[str, dict[str, list[float]]] = {load.name: {name: [] for name in urls} for load in LOADS}
-    async with client.session() as session:
-        for url in urls.values():
-            await rate(session, url, prompts[:2], 32, LOADS[0])
-        for number in range(rounds):
-            for load in LOADS:
-                count = load.streams * load.rounds
-                first = number * count % max(len(prompts) - count, 1)
-                chosen = prompts[first : first + count]
-                for name in sorted(urls, reverse=bool(number % 2)):
-                    samples[load.name][name].append(await rate(session, urls[name], chosen, tokens, load))
-    return {load: summary(found) for load, found in samples.items()}
+
+    def __init__(self, names: Sequence[str], prompts: Sequence[Prompt], tokens: int) -> None:
+        self._prompts, self._tokens, self._round = prompts, tokens, 0
+        self._samples: dict[str, dict[str, list[float]]] = {load.name: {name: [] for name in names} for load in LOADS}
+        self._starts: list[int] = []  # after how many rounds each ended
+
+    async def measure(self, urls: dict[str, str], rounds: int) -> None:
+        """So many rounds on clusters that were just started, after one that does not count. The order of the clusters
+        is reversed every second time; each round takes other prompts, code and prose alike."""
+        async with client.session() as session:
+            for number in range(rounds + 1):
+                for load in LOADS:
+                    count = load.streams * load.rounds
+                    first = self._round * count % max(len(self._prompts) - count, 1)
+                    chosen = self._prompts[first : first + count]
+                    for name in sorted(urls, reverse=bool(self._round % 2)):
+                        found = await rate(session, urls[name], chosen, self._tokens, load)
+                        if number:
+                            self._samples[load.name][name].append(found)
+                self._round += 1
+        self._starts.append(rounds + sum(self._starts[-1:]))
+
+    def summary(self) -> dict[str, Any]:
+        return {load: summary(found, self._starts) for load, found in self._samples.items()}
 
 
-def summary(found: dict[str, list[float]]) -> dict[str, Any]:
-    """Medians of tokens a second, and the median over rounds of each cluster's ratio to the undrafted one."""
+def summary(found: dict[str, list[float]], starts: Sequence[int]) -> dict[str, Any]:
+    """Medians of tokens a second, and the median over rounds of each cluster's ratio to the undrafted one, of all
+    rounds and of each start's, which end at `starts`."""
     result: dict[str, Any] = {f"{name}_tps": round(statistics.median(rates), 1) for name, rates in found.items()}
     for name, rates in found.items():
         if name != "undrafted":
-            ratios = sorted(a / b for a, b in zip(rates, found["undrafted"], strict=True))
+            ratios = [a / b for a, b in zip(rates, found["undrafted"], strict=True)]
+            each = [ratios[first:end] for first, end in zip([0, *starts], starts, strict=False)]
             result[f"{name}_ratio"] = round(statistics.median(ratios), 3)
-            result[f"{name}_ratios"] = [round(ratio, 3) for ratio in ratios]
+            result[f"{name}_ratios_by_start"] = [round(statistics.median(own), 3) for own in each]
+            result[f"{name}_ratios"] = [round(ratio, 3) for ratio in sorted(ratios)]
     return result
