@@ -46,6 +46,10 @@ class DraftWork:
 NO_DRAFTS = DraftWork()
 
 
+def _nothing() -> None:
+    """Of a backend that has no threads to rouse."""
+
+
 class Speculator:
     """Owns the drafter and the records; keeps the books of what drafting does."""
 
@@ -67,6 +71,7 @@ class Speculator:
         self.length_max = min(settings.draft_len_max, drafter.block_len)
         if self.length_max and not hasattr(backend, "fold"):
             raise SettingsError(f"the {backend.name} backend cannot verify drafts: draft_len_max must be 0")
+        self._rouse: Callable[[], None] = getattr(backend, "rouse", _nothing)
         self._reader = drafter if isinstance(drafter, Reader) else None
         self.read_max = self.length_max
         if self._reader is not None and self.length_max:
@@ -147,6 +152,7 @@ class Speculator:
         started = time.perf_counter()
         offers = self._read(sequences) if self._reader is not None else []
         if offers:
+            self._rouse()
             self._looked_s = time.perf_counter() - started
         if self.policy.rests(len(sequences)):
             if not offers and not self._alert:
@@ -159,6 +165,7 @@ class Speculator:
         )
         if plan is None:
             return offers
+        self._rouse()
         asked = [(s, length) for s, length in zip(sequences, plan.lengths, strict=True) if length > 0]
         self.write_rows()  # first: where it fails the requests must know from where on rows are valid
         if not self.on:

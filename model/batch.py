@@ -139,7 +139,10 @@ class Backend(Protocol):
 
 
 class Verifier(Backend, Protocol):
-    """A backend that can also look ahead: judge drafted tokens without advancing, then advance by what is kept."""
+    """A backend that can also look ahead: judge drafted tokens without advancing, then advance by what is kept.
+
+    One whose threads sleep between passes may offer `rouse()`, called where a verification or a draft is to come soon.
+    """
 
     def tap(self, layers: Sequence[int]) -> None:
         """Choose the layers, ascending, whose running sums `forward` gives out in `taps`."""

@@ -201,6 +201,8 @@ MR_API void mr_widen_up_to(Model* m, double bytes) { m->widen_bytes = bytes; }
 MR_API void mr_cached_up_to(Model* m, double bytes) { m->cached_bytes = bytes; }
 
 // Tiles of fewer multiply-adds than this stay on one thread.
+MR_API void mr_rouse(Model* m) { m->pool.rouse(); }
+
 MR_API void mr_share_from(Model* m, double macs) { m->share_macs = macs; }
 
 MR_API int64_t mr_record_floats(const Model* m, int32_t tokens) { return m->record_floats(tokens); }

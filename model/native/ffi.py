@@ -119,6 +119,7 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "mr_check": (c_int32, [c_void_p]),
     "mr_forward": (c_int32, [c_void_p, POINTER(Pass)]),
     "mr_taps": (c_int32, [c_void_p, c_void_p, c_int32]),
+    "mr_rouse": (None, [c_void_p]),
     "mr_share_from": (None, [c_void_p, c_double]),
     "mr_widen_up_to": (None, [c_void_p, c_double]),
     "mr_cached_up_to": (None, [c_void_p, c_double]),

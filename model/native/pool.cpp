@@ -2,7 +2,7 @@
 
 #include <signal.h>
 
-#include <chrono>
+#include <algorithm>
 #include <map>
 
 #if defined(__x86_64__)
@@ -11,6 +11,8 @@
 
 namespace mr {
 namespace {
+
+using Clock = Workers::Clock;
 
 // How long an idle worker, or a caller whose tasks ran out, looks before it sleeps: longer than the gaps inside one
 // forward pass, and short enough that resting costs nothing and a preempted partner soon gets the core. Never a yield:
@@ -27,15 +29,18 @@ inline void pause() {
 #endif
 }
 
+// And how long one that was roused for work looks out for it.
+constexpr std::chrono::microseconds kRoused{500};
+
 template <class Ready>
-bool spin(const Ready& ready) {
-    const auto end = std::chrono::steady_clock::now() + kSpin;
+bool spin(const Ready& ready, Clock::time_point until = {}) {
+    const auto end = std::max(Clock::now() + kSpin, until);
     do {
         for (int i = 0; i < 64; ++i) {
             if (ready()) return true;
             pause();
         }
-    } while (std::chrono::steady_clock::now() < end);
+    } while (Clock::now() < end);
     return false;
 }
 
@@ -111,16 +116,28 @@ bool Workers::run(int tasks, Call call, const void* ctx) {
     return true;
 }
 
+Workers::Clock::time_point Workers::roused_until() const {
+    return Clock::time_point(Clock::duration(roused_until_.load(std::memory_order_seq_cst)));
+}
+
+void Workers::rouse() {
+    roused_until_.store((Clock::now() + kRoused).time_since_epoch().count(), std::memory_order_seq_cst);
+    if (sleepers_.load(std::memory_order_seq_cst) == 0) return;
+    { std::lock_guard<std::mutex> lock(mutex_); }
+    wake_.notify_all();
+}
+
 void Workers::worker(int thread) {
     const auto called = [this] { return ready(); };
     while (!stop_.load(std::memory_order_relaxed)) {
-        if (spin(called)) {
+        if (spin(called, roused_until())) {
             work(thread);
             continue;
         }
         std::unique_lock<std::mutex> lock(mutex_);
         sleepers_.fetch_add(1, std::memory_order_seq_cst);
-        if (!ready()) wake_.wait(lock);  // once awake it looks around: what it was woken for may be done already
+        // Once awake it looks around: what it was woken for may be done already, or still to come.
+        if (!ready() && Clock::now() >= roused_until()) wake_.wait(lock);
         sleepers_.fetch_sub(1, std::memory_order_relaxed);
     }
 }

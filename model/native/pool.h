@@ -3,6 +3,7 @@
 #pragma once
 
 #include <atomic>
+#include <chrono>
 #include <condition_variable>
 #include <cstdint>
 #include <memory>
@@ -26,6 +27,7 @@ constexpr double kFewShare = 0.25, kFewDrafted = 0.1;
 // threads of both would keep each other from the cores.
 class Workers {
 public:
+    using Clock = std::chrono::steady_clock;
     using Call = void (*)(const void* ctx, int task, int thread);
 
     static std::shared_ptr<Workers> of(int threads);
@@ -35,11 +37,13 @@ public:
     Workers& operator=(const Workers&) = delete;
 
     bool run(int tasks, Call call, const void* ctx);  // false: somebody else has them, nothing was done
+    void rouse();  // there will be work in a moment
 
 private:
     void worker(int thread);
     bool work(int thread);  // claims tasks until none is left; false if there was none
     bool ready() const;
+    Clock::time_point roused_until() const;
 
     // One word holds the whole claim state, tasks << 32 | next, so that a late worker can never mistake one job's
     // index for another's: a claimed index below the task count of the same word belongs to the job now published,
@@ -51,6 +55,7 @@ private:
     alignas(64) std::atomic<int> sleepers_{0};
     std::atomic<bool> stop_{false};
     std::atomic<bool> taken_{false};
+    std::atomic<int64_t> roused_until_{0};  // in the clock's ticks
     std::mutex mutex_;
     std::condition_variable wake_, done_;
     std::atomic<bool> caller_waits_{false};
@@ -64,6 +69,11 @@ public:
 
     int size() const { return threads_; }
     int threads() const { return active_; }
+
+    // Threads that sleep take a while to wake, on a virtual machine longer than a small product: so wake them early.
+    void rouse() {
+        if (workers_) workers_->rouse();
+    }
 
     // What follows is so small that waking others costs more than they save, or it is not. Callers take turns.
     void alone(bool alone) { active_ = alone ? 1 : threads_; }

@@ -275,10 +275,14 @@ def test_threads_may_use_two_models_at_once() -> None:
     assert not wrong
 
 
-def test_idle_threads_rest() -> None:
-    """A pool that waits for work may look around for a moment only."""
+@pytest.mark.parametrize("roused", [False, True])
+def test_idle_threads_rest(roused: bool) -> None:
+    """A pool that waits for work may look around for a moment only, also where none comes that was announced."""
     backend = engine("k3_tiny_smooth", 2)
     Sequence1(backend, [1, 2, 3]).feed(3)
+    if roused:
+        time.sleep(0.01)  # asleep by now
+        backend.rouse()
     cpu, wall = time.process_time(), time.monotonic()
     select.select([], [], [], 0.3)
     assert time.process_time() - cpu < 0.1 * (time.monotonic() - wall)
