@@ -74,11 +74,6 @@ class DraftRows:
         """Whether rows are still to be written."""
         return bool(self._passes)
 
-    @property
-    def due(self) -> bool:
-        """Whether so much waits that writing is cheap."""
-        return self.used >= BACKLOG_TOKENS_MAX
-
     def consumed(self, step: Step) -> None:
         """The pass ran and is settled: what its sequences keep will need rows."""
         kept = step.verification.kept if step.verification is not None else KEEPS_ALL

@@ -307,14 +307,12 @@ class Engine:
             speculator.rows.forget(step.sequences)
             return NO_DRAFTS
         speculator.rows.consumed(step)
-        if step.snapshots or self._fills_prompts(step) or some_end(step, ran.drawn):
+        if step.snapshots or (step.num_prompt_tokens and self._fills_prompts(step)) or some_end(step, ran.drawn):
             speculator.write_rows()
-        return speculator.judged(step, ran.drawn, time.perf_counter() - started_s)
+        return speculator.judged(step, ran.drawn, started_s)
 
     def _fills_prompts(self, step: Step) -> bool:
         """Whether a prompt moved on whose rows are handed over as it does, or filled a block that may now be kept."""
-        if not step.num_prompt_tokens:
-            return False
         size = self.settings.block_tokens
         return any(
             sequence.spec.hold_after_first or (segment.start + len(segment.ids)) // size > segment.start // size

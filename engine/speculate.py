@@ -16,7 +16,7 @@ import torch
 
 from engine.api import SampledToken
 from engine.draft_policy import DraftPolicy, Plan
-from engine.draft_rows import Attempt, DraftRows
+from engine.draft_rows import BACKLOG_TOKENS_MAX, Attempt, DraftRows
 from engine.draft_words import drafting_of, draws_as, request_for, text_of, what_is_wrong
 from engine.pools import Pools, mapped_floats
 from engine.sequence import Draft, Drafting, LiveSequence
@@ -28,7 +28,7 @@ from moonrelay.errors import InvariantError, SettingsError
 
 log = logging.getLogger(__name__)
 FAULTS_MAX = 8  # in a row, then the drafter is switched off
-QUIET, RARELY = 24, 8  # after so many steps without a draft a text is looked into at every so many only
+QUIET, RARELY = 24, 16  # after so many steps without a draft a text is looked into at every so many only
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,7 +119,7 @@ class Speculator:
 
     def rest(self) -> None:
         """A turn is over: rows are not waited with for ever."""
-        if self.rows.due:
+        if self.rows.used >= BACKLOG_TOKENS_MAX:
             self.write_rows()
 
     # -- drafts ---------------------------------------------------------------------------------------------------
@@ -140,7 +140,8 @@ class Speculator:
         self._coasts -= 1
         self._steps += 1
         self._coasted_s.append(seconds)
-        self.rest()
+        if self.rows.used >= BACKLOG_TOKENS_MAX:
+            self.write_rows()
         return True
 
     def propose(self, sequences: Sequence[LiveSequence]) -> list[tuple[LiveSequence, Draft]]:
@@ -181,10 +182,11 @@ class Speculator:
         self.policy.drafted(requests=len(asked), slots=slots, seconds=time.perf_counter() - started)
         return offers
 
-    def judged(self, step: Step, drawn: Sequence[Drawn], seconds: float) -> DraftWork:
-        """What became of the drafts of the step, which took `seconds` so far. Before `complete`."""
+    def judged(self, step: Step, drawn: Sequence[Drawn], started_s: float) -> DraftWork:
+        """What became of the drafts of the step, which began at `started_s`. Before `complete`."""
         if step.verification is None:
-            return self._work(0, 0)
+            return self._work(0, 0) if self.rows.seconds or self._draft_s or self._ignored else NO_DRAFTS
+        seconds = time.perf_counter() - started_s
         tokens = step.num_prompt_tokens + step.num_decode_tokens
         plain_s = self.policy.plain_s(len(step.sequences)) if not step.num_prompt_tokens else None
         draws = step.verification.draws
@@ -296,8 +298,6 @@ class Speculator:
 
     def _work(self, num_drafted: int, num_accepted: int) -> DraftWork:
         draft_s, rows_s, ignored = self._draft_s, self.rows.seconds, self._ignored
-        if not (num_drafted or draft_s or rows_s or ignored):
-            return NO_DRAFTS
         self._draft_s = self.rows.seconds = 0.0
         if ignored:
             self._ignored = Counter()

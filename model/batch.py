@@ -141,7 +141,7 @@ class Backend(Protocol):
 class Verifier(Backend, Protocol):
     """A backend that can also look ahead: judge drafted tokens without advancing, then advance by what is kept.
 
-    One whose threads sleep between passes may offer `rouse()`, called where a verification or a draft is to come soon.
+    One whose threads sleep between passes may offer `rouse()`, called where a verification or a draft is to come.
     """
 
     def tap(self, layers: Sequence[int]) -> None:
