@@ -32,7 +32,7 @@ class DecodeSettings(WorkerSettings, frozen=True, kw_only=True, forbid_unknown_f
     draft_len_max: int = 15  # more than the drafter's block means all of it
     draft_read_len_max: int = 31
     reservation_ttl_ms: int = 60_000  # floor; grows by 10 ms per prompt token
-    stream_interval_ms: int = 8  # between a request's messages; faster steps' tokens go together; 0: each step alone
+    stream_interval_ms: int = 16  # between a request's messages; faster steps' tokens go together; 0: each step alone
 
     def __post_init__(self) -> None:
         super().__post_init__()
