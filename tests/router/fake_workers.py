@@ -210,7 +210,7 @@ class FakePrefill(worker_pb2_grpc.PrefillWorkerServicer):
                 worker.die_after = None
                 asyncio.get_running_loop().create_task(worker.die())
                 await asyncio.Event().wait()
-        except asyncio.CancelledError:
+        except (asyncio.CancelledError, GeneratorExit):  # the latter where the call ends while an event is written
             worker.cancelled += 1
             worker.noted()
             raise
