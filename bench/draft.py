@@ -175,10 +175,8 @@ def show(result: dict[str, Any]) -> None:
         print(f"  {path:<24}" + ", ".join(f"{name} {value}" for name, value in row.items()))
     print("\ndecode over HTTP, tokens a second")
     for load, row in system["speed"].items():
-        print(
-            f"  {load:<26}"
-            + ", ".join(f"{name} {value}" for name, value in row.items() if not name.endswith("ratios"))
-        )
+        shown = {name: value for name, value in row.items() if not name.endswith("ratios")}
+        print(f"  {load:<34}" + ", ".join(f"{name} {value}" for name, value in shown.items()))
     draft_memory.show(result["k3_memory"])
     print()
     for limit in result["limits"]:

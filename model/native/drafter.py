@@ -212,6 +212,8 @@ def _guesses(requests: Sequence[DraftRequest]) -> tuple[array[int], array[float]
         for request in requests:
             if not len(request.guess) == len(request.more) <= request.length:
                 raise BatchError(f"a guess of {len(request.guess)} tokens for a draft of {request.length}")
+            if min(request.guess, default=0) < 0:  # what stands for no guess below
+                raise BatchError(f"a guess outside the vocabulary: {list(request.guess)}")
             spare = request.length - len(request.guess)
             guess.extend((*request.guess, *[-1] * spare))
             more.extend((*request.more, *[0.0] * spare))

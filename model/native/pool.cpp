@@ -18,6 +18,7 @@ using Clock = Workers::Clock;
 // forward pass, and short enough that resting costs nothing and a preempted partner soon gets the core. Never a yield:
 // where somebody else is on the core, Linux 6.18 takes a whole turn from who yields, and the worker missed its passes.
 constexpr std::chrono::microseconds kSpin{60};
+constexpr std::chrono::microseconds kRoused{500};  // and one that was roused: a verification's planning takes less
 
 inline void pause() {
 #if defined(__x86_64__)
@@ -28,9 +29,6 @@ inline void pause() {
     std::this_thread::yield();
 #endif
 }
-
-// And how long one that was roused for work looks out for it.
-constexpr std::chrono::microseconds kRoused{500};
 
 template <class Ready>
 bool spin(const Ready& ready, Clock::time_point until = {}) {

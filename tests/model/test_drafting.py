@@ -237,6 +237,7 @@ def test_requests_out_of_bounds_are_refused(kind: str) -> None:
         {"blocks": [-1, 0]},
         {"temperature": 1.0, "uniforms": []},
         {"guess": [draftee.config.vocab], "more": [1.0], "length": 1},
+        {"guess": [-1], "more": [1.0], "length": 1},
         {"guess": [1, 2], "more": [1.0, 1.0], "length": 1},
         {"guess": [1], "more": [], "length": 1},
     ):
